@@ -1,0 +1,79 @@
+"""What crosses from the scheduler to the model runner and back. Plain, frozen, picklable."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvpilot_engine.core.ids import BlockId, RequestId, TokenId
+from kvpilot_engine.core.sampling_params import SamplingParams
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended; each admitted request gets exactly one."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """The part of one sequence that this step computes.
+
+    positions  0 ........ start_position ........ start_position + len(token_ids)
+               └ already in the cache ┘└ computed and written in this step ┘
+    """
+
+    request_id: RequestId
+    start_position: int
+    token_ids: tuple[TokenId, ...]
+    """The tokens to compute, never empty; their positions start at start_position."""
+    block_ids: tuple[BlockId, ...]
+    """The whole block table: position p lives in block_ids[p // block_size] at slot p % block_size."""
+    sampling: SamplingParams
+    choice: int
+    samples: bool
+    """True when the last of token_ids is the last known token, so that this step yields the next one."""
+
+    @property
+    def end_position(self) -> int:
+        return self.start_position + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step's plan. Planning only reserves blocks; nothing is committed until the result is."""
+
+    scheduled: tuple[ScheduledSequence, ...]
+    preempted: tuple[RequestId, ...] = ()
+    rejected: tuple[SequenceOutput, ...] = ()
+    """Sequences that can't go on and end in this step without being run."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(s.token_ids) for s in self.scheduled)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRunnerOutput:
+    """The sampled token of each scheduled sequence with samples=True."""
+
+    sampled: Mapping[RequestId, TokenId]
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceOutput:
+    """News of one sequence after a step; the one with a finish_reason is its last."""
+
+    request_id: RequestId
+    new_token_ids: tuple[TokenId, ...]
+    finish_reason: FinishReason | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Prompt tokens taken from the prefix cache at first admission."""
+    num_output_tokens: int = 0
+    message: str = ""
+    """For people, when finish_reason is ERROR."""

@@ -1,0 +1,25 @@
+"""Settings of the core's parts. Each part declares its own; `kvpilot_engine.settings` composes and loads them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheSettings:
+    block_size: int = 16
+    """Tokens per block. Small blocks waste less memory, large ones make shorter tables."""
+    enable_prefix_caching: bool = True
+    """Reuse blocks of equal prompt prefixes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerSettings:
+    max_num_seqs: int = 64
+    """Most sequences in one step."""
+    max_num_batched_tokens: int = 512
+    """Token budget of one step, prefill and decode together."""
+    max_model_len: int = 2048
+    """Longest sequence, prompt and output together, in tokens."""
+    max_queue_len: int = 256
+    """Most sequences waiting; one more is refused with 429."""

@@ -1,0 +1,1 @@
+"""The pure core: observe's facts in, decisions and manifests out. Standard library only; no kopf, client, clock or environment."""

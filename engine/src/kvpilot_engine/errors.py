@@ -149,7 +149,7 @@ class ModelNotFoundError(StartupError):
 class DoesNotFitError(StartupError):
     """The share of the device can't hold weights, activations and a cache for one request of full length.
 
-    `suggested` holds what would do: `utilization` (smallest share, 0..1, absent when not even the whole device would do)
+    `suggested` holds what would do: `utilization` (smallest share, 0..1, absent when the whole device is too small)
     and `max_model_len` (longest length that fits now, in tokens, absent when none).
     """
 

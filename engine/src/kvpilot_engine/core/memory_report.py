@@ -1,4 +1,4 @@
-"""Where every byte of the device goes, as one frozen value: `GET /engine/memory`, metrics and the operator read this."""
+"""Where every byte of the device goes: `GET /engine/memory`, the metrics and the operator read this one frozen value."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class MemoryReport:
     """All sizes in bytes. `utilization` is this process's share of the device's total, 0..1.
 
     limit = utilization x device total
-    limit >= process_base + weights + activations_peak + kv_reserved        (kv_reserved is what is left, in whole blocks)
+    limit >= process_base + weights + activations_peak + kv_reserved   (kv_reserved: what is left, in whole blocks)
     """
 
     device: str

@@ -1,4 +1,4 @@
-"""What the core needs from outside, as protocols. `execution` implements ModelRunner; tests bring fakes (testing.py)."""
+"""What the core needs from outside, as protocols. `execution` implements ModelRunner; tests bring fakes."""
 
 from __future__ import annotations
 

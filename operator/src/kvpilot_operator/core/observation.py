@@ -153,7 +153,7 @@ class ReplicaObservation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildObservation:
-    """One child object as the API server holds it; `controlled` is False for an object of that name that is not ours."""
+    """One child as the API server holds it; `controlled` is False for an object of that name that is not ours."""
 
     kind: str
     name: str

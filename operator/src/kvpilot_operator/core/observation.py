@@ -112,6 +112,9 @@ class Termination:
     message: str
     """The termination message: our JSON line, or anything."""
     finished_at: datetime | None
+    run: int | None = None
+    """Which run of the container ended: its restart count then. `state.terminated` and a waiting container's `lastState`
+    belong to the present restart count, a running container's `lastState` to the one before. None when it can't be told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from kvpilot_engine.core.ids import RequestId
 from kvpilot_engine.core.memory_report import MemoryReport
@@ -37,7 +38,32 @@ class Shutdown:
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
+    """What one step (or one command) yielded. A step that ran also says of which kind it was and how long it took."""
+
     outputs: tuple[SequenceOutput, ...]
+    step_kind: str = ""
+    """prefill | decode | mixed; empty when no step ran."""
+    step_s: float = 0.0
+    queue_times_s: tuple[float, ...] = ()
+    """For each request that was scheduled for the first time: seconds from its arrival in the child."""
+
+
+class RefusalKind(StrEnum):
+    """Why the child did not take a request."""
+
+    NEVER_FITS = "never_fits"
+    INVALID = "invalid"
+    OVERLOADED = "overloaded"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRefused:
+    """The only answer to an AddRequest that the child did not admit."""
+
+    request_id: RequestId
+    kind: RefusalKind
+    message: str
+    param: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,71 @@
+"""The outputs of one API call: one or more requests merged into one async iterator.
+
+Whatever way the consumer leaves, each request that has not ended is aborted exactly once, and one that has ended never.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Self
+
+from kvpilot_engine.core.ids import RequestId
+from kvpilot_engine.core.scheduler_output import FinishReason, SequenceOutput
+from kvpilot_engine.errors import EngineError, ModelExecutionError, RequestAbortedError
+
+
+class GenerationStream:
+    """Use it as an async context manager around `async for`. Single consumer, on the event loop."""
+
+    def __init__(self, request_ids: Iterable[RequestId], *, abort: Callable[[RequestId, FinishReason], None]) -> None:
+        self._open = set(request_ids)
+        self._abort = abort
+        self._items: asyncio.Queue[SequenceOutput | EngineError] = asyncio.Queue()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> SequenceOutput:
+        """The next news of any of the requests; raises when the engine ended one of them by a fault or an abort."""
+        while True:
+            if not self._open and self._items.empty():
+                raise StopAsyncIteration
+            item = await self._items.get()
+            if isinstance(item, EngineError):
+                raise item
+            if item.request_id not in self._open:
+                continue  # computed before the engine saw our finish()
+            if item.finish_reason is not None:
+                self._open.discard(item.request_id)
+            if item.finish_reason is FinishReason.ERROR:
+                raise ModelExecutionError(item.message or "the engine could not go on with this request")
+            if item.finish_reason is FinishReason.ABORT:
+                raise RequestAbortedError("the engine ended this request before its last token")
+            return item
+
+    def finish(self, request_id: RequestId) -> None:
+        """End one request early and normally: a stop string was found."""
+        self._end(request_id, FinishReason.STOP)
+
+    def close(self) -> None:
+        """Abort what is still open. Safe to call twice."""
+        for request_id in tuple(self._open):
+            self._end(request_id, FinishReason.ABORT)
+
+    def _end(self, request_id: RequestId, reason: FinishReason) -> None:
+        if request_id in self._open:
+            self._open.discard(request_id)
+            self._abort(request_id, reason)
+
+    def put(self, item: SequenceOutput | EngineError) -> None:
+        """For AsyncEngine: deliver news. A request that ended in the engine is never aborted any more."""
+        self._items.put_nowait(item)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

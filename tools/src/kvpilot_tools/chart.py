@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from kvpilot_tools.cluster.assets import find_helm
+from kvpilot_tools.cluster.assets import HELM, AssetStore
 from kvpilot_tools.repository import CHART, ROOT
 
 KUBE_VERSION = "1.34.4"
@@ -23,7 +24,7 @@ RELEASE, NAMESPACE = "k", "kvpilot-system"
 
 def helm_binary() -> Path | None:
     """helm from PATH, KVPILOT_ASSETS or the cache; None where there is none yet."""
-    return find_helm()
+    return AssetStore.from_environ(os.environ).find(HELM)
 
 
 def render(helm: Path, values: Path, *extra: str) -> str:
@@ -97,8 +98,8 @@ def readme() -> str:
         "```sh\nhelm install kvpilot charts/kvpilot --namespace kvpilot-system --create-namespace\n"
         "kubectl apply -f examples/llmdeployment.yaml\n```\n\n"
         "The CRD is part of the release's templates, so that an upgrade updates it, and is kept on uninstall.\n"
-        "Uninstalling the operator leaves running models serving; deleting an `LLMDeployment` then still removes its children,\n"
-        "since they are tied by owner references and not by finalizers.\n\n"
+        "Uninstalling the operator leaves running models serving; deleting an `LLMDeployment` then still removes its\n"
+        "children, since they are tied by owner references and not by finalizers.\n\n"
         f"## Values\n\n| key | default | description |\n|---|---|---|\n{table}\n"
     )
 

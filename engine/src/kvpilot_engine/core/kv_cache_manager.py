@@ -1,0 +1,142 @@
+"""Blocks for sequences: what is already cached, what must be allocated, what others may reuse.
+
+Decides nothing about order or victims (scheduler). find_prefix changes nothing; allocate_slots changes nothing when it
+returns None. Invariant: a block named by several tables, or by the hash map, is full and computed, and never written.
+
+    positions of a sequence
+    0 ─────────────── num_cached ───────── num_computed ──────── num_tokens ──────── table.num_slots
+    └ shared, found by hash ┘└ own, full blocks published ┘└ reserved, to be computed ┘└ rest of last block ┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvpilot_engine.core.block_pool import BlockPool
+from kvpilot_engine.core.ids import BlockHash, BlockId
+from kvpilot_engine.core.prefix_hashing import compute_block_hash, compute_root_hash
+from kvpilot_engine.core.sequence import Sequence
+from kvpilot_engine.core.settings import CacheSettings
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """Cached blocks that hold the first tokens of a sequence."""
+
+    block_ids: tuple[BlockId, ...]
+    num_cached_tokens: int
+
+
+NO_PREFIX = PrefixMatch((), 0)
+
+
+class KVCacheManager:
+    """Owns the pool; every block that a sequence holds came from here."""
+
+    def __init__(self, settings: CacheSettings, *, num_blocks: int, model: str) -> None:
+        """`model` names what the cached values depend on besides tokens; `num_blocks` excludes the null block."""
+        self.block_size = settings.block_size
+        self.caches_prefixes = settings.enable_prefix_caching
+        self._model = model
+        self.pool = BlockPool(num_blocks)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def find_prefix(self, sequence: Sequence) -> PrefixMatch:
+        """The longest cached prefix of a waiting sequence, in whole blocks.
+
+        At least one token is left to compute, or there would be nothing to sample the next token from.
+        """
+        if not self.caches_prefixes:
+            return NO_PREFIX
+        max_blocks = (sequence.num_tokens - 1) // self.block_size
+        found: list[BlockId] = []
+        for block_hash in self._hashes(sequence, max_blocks):
+            block_id = self.pool.lookup(block_hash)
+            if block_id is None:
+                break
+            found.append(block_id)
+        return PrefixMatch(tuple(found), len(found) * self.block_size)
+
+    def can_admit(self, sequence: Sequence, match: PrefixMatch, *, num_reserved_blocks: int) -> bool:
+        """True when all known tokens of a waiting sequence get blocks and the reserve stays free after that."""
+        num_new = self.num_blocks_for(sequence.num_tokens) - len(match.block_ids)
+        # Matched blocks that nobody references leave the free queue too.
+        num_revived = sum(self.pool.is_available(block_id) for block_id in match.block_ids)
+        return num_new + num_revived + num_reserved_blocks <= self.pool.num_available
+
+    def allocate_slots(
+        self, sequence: Sequence, num_tokens: int, match: PrefixMatch = NO_PREFIX
+    ) -> list[BlockId] | None:
+        """Make room for the first num_tokens tokens. The new blocks, or None and no change when the pool is short.
+
+        `match` goes with a sequence that holds nothing yet: its blocks become the head of the table.
+        """
+        assert not match.block_ids or len(sequence.block_table) == 0
+        num_held = len(match.block_ids) or len(sequence.block_table)
+        num_new = self.num_blocks_for(num_tokens) - num_held
+        if num_new <= 0 and not match.block_ids:
+            return []
+        self.pool.touch(match.block_ids)  # first, or the allocation could evict what was matched
+        new_blocks = self.pool.allocate(max(num_new, 0))
+        if new_blocks is None:
+            self.pool.free(list(match.block_ids))
+            return None
+        sequence.block_table.extend(match.block_ids)
+        sequence.block_table.extend(new_blocks)
+        return new_blocks
+
+    def commit(self, sequence: Sequence, num_tokens: int) -> None:
+        """Count num_tokens more tokens as computed and publish the blocks that became full."""
+        first = sequence.num_computed_tokens // self.block_size
+        sequence.advance(num_tokens)
+        last = sequence.num_computed_tokens // self.block_size
+        if not self.caches_prefixes or first == last:
+            return
+        hashes = self._hashes(sequence, last)
+        for index in range(first, last):
+            self.pool.publish(sequence.block_table.block_at(index), hashes[index])
+
+    def cut_to(self, sequence: Sequence, num_blocks: int) -> None:
+        """Give back what the table holds beyond num_blocks blocks; nothing there may be computed."""
+        assert sequence.num_computed_tokens <= num_blocks * self.block_size
+        self.pool.free(sequence.block_table.cut_to(num_blocks))
+
+    def free(self, sequence: Sequence) -> None:
+        """Give back all blocks of a sequence; published ones stay cached until they are evicted."""
+        self.pool.free(sequence.block_table.cut_to(0))
+
+    @property
+    def usage(self) -> float:
+        """Blocks held by live sequences ÷ blocks that may be used now, 0..1. Cached blocks don't count."""
+        num_usable = self.pool.num_blocks - self.pool.num_held_out
+        return self.pool.num_used / num_usable if num_usable else 0.0
+
+    def check_invariants(self, sequences: Iterable[Sequence]) -> None:
+        """Assert that pool and tables of all live sequences agree. For tests, after every step."""
+        references: dict[BlockId, int] = {}
+        written: dict[BlockId, str] = {}
+        for sequence in sequences:
+            block_ids = sequence.block_table.block_ids
+            assert len(set(block_ids)) == len(block_ids), f"{sequence.request_id} holds a block twice"
+            assert sequence.num_computed_tokens <= sequence.block_table.num_slots, f"{sequence.request_id} lacks slots"
+            for index, block_id in enumerate(block_ids):
+                references[block_id] = references.get(block_id, 0) + 1
+                if (index + 1) * self.block_size > sequence.num_computed_tokens:
+                    assert block_id not in written, f"{sequence.request_id} and {written[block_id]} write {block_id}"
+                    written[block_id] = sequence.request_id
+        assert all(references[block_id] == 1 for block_id in written), "a block that is still written is shared"
+        self.pool.check_invariants(references)
+
+    def _hashes(self, sequence: Sequence, num_blocks: int) -> list[BlockHash]:
+        """Names of the first num_blocks full blocks, computed once per sequence."""
+        hashes = sequence.block_hashes
+        if not hashes and num_blocks:
+            root = compute_root_hash(model=self._model, salt=sequence.request.cache_salt)
+            hashes.append(compute_block_hash(root, sequence.token_ids[: self.block_size]))
+        for index in range(len(hashes), num_blocks):
+            tokens = sequence.token_ids[index * self.block_size : (index + 1) * self.block_size]
+            hashes.append(compute_block_hash(hashes[-1], tokens))
+        return hashes if len(hashes) == num_blocks else hashes[:num_blocks]

@@ -1,0 +1,3 @@
+module kvpilot.local/pause
+
+go 1.24.0

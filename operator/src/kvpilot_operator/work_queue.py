@@ -82,10 +82,10 @@ class WorkQueue:
             self._queue.append(key)
             self._available.release()
 
-    def add_unless_backing_off(self, key: NamespacedName) -> None:
+    def add_unless_backing_off(self, key: NamespacedName, *, delay_s: float = 0.0) -> None:
         """The tick's way: nothing changed, so an object that fails keeps its pause."""
-        if key not in self._failures:
-            self.add(key)
+        if key not in self._failures and key not in self._queued and key not in self._running:
+            self.add_after(key, delay_s)
 
     def add_after(self, key: NamespacedName, delay_s: float) -> None:
         """Work on `key` in `delay_s` seconds at the latest; the earlier of two delays holds."""

@@ -15,12 +15,11 @@ import aiohttp
 from kubernetes.aio.client import ApiClient
 
 from kvpilot_operator.adapters.kube_errors import build_error
+from kvpilot_operator.core.naming import FIELD_MANAGER
 from kvpilot_operator.core.ports import Manifest
 from kvpilot_operator.core.resources import EVENTS, LEASES, LLM_DEPLOYMENTS, PODS, ApiResource, resource_of
 from kvpilot_operator.core.rights import is_covered
 from kvpilot_operator.errors import ConflictError, InvalidSpecError, ObservationError, TransientError
-
-FIELD_MANAGER = "kvpilot"
 
 _APPLY = "application/apply-patch+yaml"
 _MERGE = "application/merge-patch+json"
@@ -30,17 +29,25 @@ _METHODS = {"get": "GET", "list": "GET", "create": "POST", "update": "PUT", "pat
 
 OnCall = Callable[[str, str, int], None]
 """Called with (verb, resource, HTTP status) after each answer; status 0 when there was none."""
+OnWritten = Callable[[Manifest], None]
+"""Called with every object that a write returned."""
 
 
 class KubernetesApi:
     """One connection pool. Build it inside the event loop; close it."""
 
     def __init__(
-        self, client: ApiClient, *, timeout_s: float = 15.0, on_call: OnCall = lambda _verb, _resource, _status: None
+        self,
+        client: ApiClient,
+        *,
+        timeout_s: float = 15.0,
+        on_call: OnCall = lambda _verb, _resource, _status: None,
+        on_written: OnWritten = lambda _manifest: None,
     ) -> None:
         self._client = client
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._on_call = on_call
+        self._on_written = on_written
 
     async def close(self) -> None:
         await self._client.close()  # type: ignore[no-untyped-call]
@@ -173,6 +180,8 @@ class KubernetesApi:
             raise ObservationError(f"{what}: HTTP {status} without JSON") from error
         if not isinstance(answer, dict):
             raise ObservationError(f"{what}: HTTP {status}, the JSON is no object")
+        if verb not in ("get", "list", "delete") and answer.get("kind") == resource.kind:
+            self._on_written(answer)
         return answer
 
     async def _send(

@@ -1,8 +1,8 @@
 """How many replicas: facts and memory in, one decision with its reason out.
 
-Writes nothing and reads no clock. Invariants: the result lies within the bounds of the spec; nothing unknown, unready or
-still on its way ever lowers it; it never grows while what was asked for is still coming; it shrinks one at a time, at
-most once in a stabilization window. More load never gives fewer replicas.
+Writes nothing and reads no clock. Invariants: the result lies within the bounds of the spec; nothing unknown, unready
+or still coming ever lowers it; it never grows while what it asked for is still coming; it shrinks one at a time, at most
+once in a stabilization window. More load never gives fewer replicas.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ def decide_scaling(
     policy: PolicyConstants = POLICY,
 ) -> ScalingDecision:
     """`spec_replicas` is the object's own count (start value in Auto, the writer's word in External)."""
+    memory = memory.not_after(now)
     samples = sample_preemptions(observation, memory.samples, now, policy)
     picture = measure_load(observation, scaling.targets, samples, policy)
     is_auto = scaling.mode is ScalingMode.AUTO
@@ -170,9 +171,7 @@ class _Judge:
         if self.observation.num_ready == 0:
             if message := self._unschedulable:
                 return _Verdict(self.current, Reason.UNSCHEDULABLE, f"no replica is ready; {message}")
-            return _Verdict(
-                self.current, Reason.HELD_WHILE_UNREADY, "no replica is ready; nothing to judge the load by"
-            )
+            return _Verdict(self.current, Reason.HELD_WHILE_UNREADY, "no replica is ready, so the load is unknown")
         reasons = {reason for _, reason in self.picture.unknown}
         reason = Reason.METRICS_STALE if reasons == {Reason.METRICS_STALE} else Reason.METRICS_MISSING
         count = len(self.picture.unknown)
@@ -197,9 +196,8 @@ class _Judge:
             message = f"{load}; {self.current} replicas are all that scaling.maxReplicas allows"
             return _Verdict(self.current, Reason.AT_MAX_REPLICAS, message, above=True)
         if message := self._unschedulable:
-            return _Verdict(
-                self.current, Reason.UNSCHEDULABLE, f"{load}; a replica can't be placed: {message}", above=True
-            )
+            message = f"{load}; a replica can't be placed: {message}"
+            return _Verdict(self.current, Reason.UNSCHEDULABLE, message, above=True)
         if self._is_expecting:
             message = f"{load}; {self._coming} more replicas were asked for and are not ready yet"
             return _Verdict(self.current, Reason.HELD_WHILE_PENDING, message, above=True)
@@ -226,6 +224,9 @@ class _Judge:
                 self.current, Reason.HELD_ON_PARTIAL_METRICS, message, below=None if self._is_low else False
             )
         if coming > 0:
+            if blocked := self._unschedulable:
+                message = f"{load}; a replica can't be placed: {blocked}"
+                return _Verdict(self.current, Reason.UNSCHEDULABLE, message)
             message = f"{load}; {coming} of {self.current} replicas are not ready yet"
             return _Verdict(self.current, Reason.HELD_WHILE_PENDING, message)
         if not self._is_low:

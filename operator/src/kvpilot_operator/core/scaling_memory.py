@@ -1,9 +1,9 @@
-"""What the scaling loop must remember over a restart: time stamps, never counters of passes. Lives in `status.scaling`."""
+"""What the scaling loop must remember over a restart: time stamps, never counts of passes. Lives in `status.scaling`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 
 from kvpilot_operator.core.timestamps import format_time, parse_time
@@ -30,8 +30,19 @@ class ScalingMemory:
     above_since: datetime | None = None
     """Since when load has been above target in every pass."""
     below_since: datetime | None = None
-    """Since when one replica less would have done in every pass: the longest recommendation of a window in one time stamp."""
+    """Since when one replica less would have done in every pass."""
     samples: tuple[PreemptionSample, ...] = ()
+
+    def not_after(self, now: datetime) -> ScalingMemory:
+        """Time stamps of the future (another machine's clock) moved to `now`, or they would hold until then."""
+        return replace(
+            self,
+            last_scale_up=_earlier(self.last_scale_up, now),
+            last_scale_down=_earlier(self.last_scale_down, now),
+            above_since=_earlier(self.above_since, now),
+            below_since=_earlier(self.below_since, now),
+            samples=tuple(replace(s, at=min(s.at, now)) for s in self.samples),
+        )
 
     def to_dict(self) -> dict[str, object]:
         raw: dict[str, object] = {}
@@ -70,6 +81,10 @@ def parse_scaling_memory(raw: Mapping[str, object]) -> ScalingMemory:
         below_since=parse_time(raw.get("belowSince")),
         samples=tuple(s for s in parsed if s is not None),
     )
+
+
+def _earlier(moment: datetime | None, now: datetime) -> datetime | None:
+    return None if moment is None else min(moment, now)
 
 
 def _parse_sample(raw: object) -> PreemptionSample | None:

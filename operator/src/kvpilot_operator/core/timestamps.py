@@ -25,5 +25,5 @@ def parse_time(text: object) -> datetime | None:
 
 
 def seconds_since(moment: datetime, now: datetime) -> float:
-    """Never negative: a time stamp from the future (another machine's clock) counts as now, or it would hold for ever."""
+    """Never negative."""
     return max(0.0, (now - moment).total_seconds())

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import yaml
-from kvpilot_tools.chart import CHART, helm_binary, render
+
+from kvpilot_tools.chart import helm_binary, render
+from kvpilot_tools.repository import CHART
 
 SCENARIOS = sorted((CHART / "ci").glob("*-values.yaml"))
 Object = dict[str, Any]
@@ -34,7 +36,7 @@ def only(objects: list[Object], kind: str) -> Object:
 
 @pytest.mark.parametrize("values", SCENARIOS, ids=lambda p: p.name)
 def test_every_scenario_passes_lint(helm: Path, values: Path) -> None:
-    command = [helm, "lint", "--strict", "--kube-version", "1.34.4", CHART, "-f", values]
+    command = [str(helm), "lint", "--strict", "--kube-version", "1.34.4", str(CHART), "-f", str(values)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -93,7 +95,7 @@ def test_the_crd_is_installed_unless_told_otherwise(helm: Path) -> None:
     [("image.tag=latest", "tag"), ("operator.tickSeconds=0", "tickSeconds"), ("rbac.wide=true", "wide")],
 )
 def test_a_bad_value_is_refused_by_name(helm: Path, setting: str, names: str) -> None:
-    command = [helm, "template", "k", CHART, "--kube-version", "1.34.4", "--set", setting]
+    command = [str(helm), "template", "k", str(CHART), "--kube-version", "1.34.4", "--set", setting]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert names in done.stderr

@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.table import Table
 
 from kvpilot_tools import images
 from kvpilot_tools.cluster.layout import DEFAULT_NAME, layout_for
 from kvpilot_tools.kubectl import Kubectl, KubectlError
+from kvpilot_tools.manifests import condition, example, is_ready
 from kvpilot_tools.release import HelmError, Release
 from kvpilot_tools.repository import EXAMPLE, ROOT
 from kvpilot_tools.traffic import Outcomes, ask, drive
@@ -34,22 +34,11 @@ def kubectl() -> Kubectl:
     return Kubectl.for_kubeconfig(layout_for(DEFAULT_NAME).kubeconfig)
 
 
-def example() -> dict[str, Any]:
-    documents = [d for d in yaml.safe_load_all(EXAMPLE.read_text()) if d and d["kind"] == "LLMDeployment"]
-    manifest: dict[str, Any] = documents[0]
-    return manifest
-
-
 def timed(title: str, work: Callable[[], object]) -> None:
     started = time.monotonic()
     console.print(f"[bold]▸ {title}[/bold]")
     work()
     console.print(f"  done in {time.monotonic() - started:.1f} s")
-
-
-def condition(item: dict[str, Any], kind: str) -> dict[str, Any]:
-    found = [c for c in item.get("status", {}).get("conditions", []) if c["type"] == kind]
-    return found[0] if found else {"status": "Unknown", "reason": "NotReported", "message": ""}
 
 
 def wait_ready(client: Kubectl, name: str) -> dict[str, Any]:
@@ -64,7 +53,7 @@ def wait_ready(client: Kubectl, name: str) -> dict[str, Any]:
         if line != shown:
             console.print(f"  [{time.monotonic() - started:5.1f} s] {line}")
             shown = line
-        if ready["status"] == "True" and ready.get("observedGeneration") == item["metadata"]["generation"]:
+        if is_ready(item):
             return item
         if time.monotonic() > deadline:
             raise TimeoutError(f"{name} was not Ready within {READY_LIMIT_S:g} s: {line}")

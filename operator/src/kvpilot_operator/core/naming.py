@@ -117,12 +117,6 @@ def owner_reference(owner: Owner) -> dict[str, Any]:
     }
 
 
-def is_controlled_by(manifest: dict[str, Any], owner: Owner) -> bool:
-    """Whether that object is ours: its controller is this very LLMDeployment, by UID."""
-    references = manifest.get("metadata", {}).get("ownerReferences") or []
-    return any(reference.get("controller") and reference.get("uid") == owner.uid for reference in references)
-
-
 def content_hash(value: object) -> str:
     """A short hash of a JSON value; equal values hash equally whatever the order of their keys."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)

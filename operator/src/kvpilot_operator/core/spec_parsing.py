@@ -63,6 +63,28 @@ def parse_dataclass(cls: type[T], value: object, path: str, problems: list[str])
     return None if len(problems) > num_problems else cls(**known)
 
 
+def dump_dataclass(value: Any) -> dict[str, Any]:
+    """The JSON object that `parse_dataclass` reads as `value`, without the fields that have their default.
+
+    What is left out can't change a hash of it: a later version may add a field without a change for old objects.
+    """
+    dumped: dict[str, Any] = {}
+    for item in fields(value):
+        current = getattr(value, item.name)
+        default = item.default_factory() if item.default_factory is not MISSING else item.default
+        if current != default:
+            dumped[json_name(item.name)] = _dump(current)
+    return dumped
+
+
+def _dump(value: Any) -> Any:
+    if is_dataclass(value):
+        return dump_dataclass(value)
+    if isinstance(value, tuple):
+        return list(value)
+    return str(value) if isinstance(value, StrEnum) else value
+
+
 def _parse(kind: Any, value: object, path: str, problems: list[str]) -> Any:
     limit: object = None
     kind = _without_none(kind)

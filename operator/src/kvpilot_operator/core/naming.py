@@ -24,6 +24,7 @@ LABEL_TEMPLATE_INPUTS = "kvpilot.dev/template-inputs"
 LABEL_NAME = "app.kubernetes.io/name"
 LABEL_INSTANCE = "app.kubernetes.io/instance"
 LABEL_MANAGED_BY = "app.kubernetes.io/managed-by"
+MANAGED_BY = "kvpilot"
 
 ANNOTATION_RENDER_HASH = "kvpilot.dev/render-hash"
 ANNOTATION_TUNING_TOUCH = "kvpilot.dev/tuning-touch"
@@ -100,7 +101,7 @@ def child_labels(owner: Owner) -> dict[str, str]:
     return {
         LABEL_NAME: "kvpilot-engine",
         LABEL_INSTANCE: owner.name,
-        LABEL_MANAGED_BY: "kvpilot",
+        LABEL_MANAGED_BY: MANAGED_BY,
         LABEL_DEPLOYMENT: owner.name,
     }
 

@@ -137,7 +137,7 @@ def find_conflicts(rendered: Iterable[Manifest], children: Iterable[ChildObserva
 
 
 def is_orphan(manifest: Mapping[str, object]) -> bool:
-    """Whether we made it and nobody controls it: left behind by `kubectl delete --cascade=orphan`, to be adopted (C5)."""
+    """Whether we made it and nobody controls it: left by `kubectl delete --cascade=orphan`, to be adopted (C5)."""
     metadata = manifest.get("metadata")
     if not isinstance(metadata, Mapping):
         return False

@@ -69,7 +69,8 @@ images: setup-all ## build both images with buildah or docker
 
 ##@ Measure it
 .PHONY: bench-engine
-bench-engine: setup ## decode and prefill speed on CPU; writes build/bench/engine.json
+bench-engine: ## decode and prefill speed on CPU; writes build/bench/engine.json
+	@$(BOOTSTRAP) --bench
 	@$(PY) -m kvpilot_tools.bench.engine
 
 ##@ Set up

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Set up what a target needs, once: virtual environments, and cluster binaries beside them. Standard library only.
 
-A stamp holds the hash of every file that the set-up depends on, so a second run with nothing changed costs milliseconds.
+A stamp holds the hash of every file that the set-up depends on: a second run with nothing changed costs milliseconds.
 Long steps print what they do and how long it has taken; their output goes to a file that is named when they fail.
 """
 
@@ -39,13 +39,13 @@ class Step:
         return LOGS / (self.title.replace(" ", "-").replace(":", "") + ".log")
 
 
-class StepFailed(Exception):
+class StepError(Exception):
     def __init__(self, step: Step, tail: str) -> None:
         super().__init__(f"{step.title} failed; the whole log is in {step.log}\n{tail}")
 
 
 def run_step(step: Step, *, number: str) -> None:
-    """Run one step with a heartbeat line; raises StepFailed with the log's tail."""
+    """Run one step with a heartbeat line; raises StepError with the log's tail."""
     started = time.monotonic()
     print(f"[{number}] {step.title} …", flush=True)
     LOGS.mkdir(parents=True, exist_ok=True)
@@ -64,7 +64,7 @@ def run_step(step: Step, *, number: str) -> None:
                     print(f"[{number}] {step.title}: {elapsed:.0f} s, last: {last_line(step.log)}", flush=True)
             if code != 0:
                 tail = "\n".join(step.log.read_text(errors="replace").splitlines()[-15:])
-                raise StepFailed(step, tail)
+                raise StepError(step, tail)
     print(f"[{number}] {step.title}: done in {time.monotonic() - started:.1f} s", flush=True)
 
 
@@ -75,12 +75,12 @@ def last_line(log: Path) -> str:
 
 def run_together(steps: list[Step]) -> None:
     """Run steps side by side; the first failure is raised after all have ended."""
-    failures: list[StepFailed] = []
+    failures: list[StepError] = []
 
     def work(index: int, step: Step) -> None:
         try:
             run_step(step, number=f"{index}/{len(steps)}")
-        except StepFailed as error:
+        except StepError as error:
             failures.append(error)
 
     threads = [threading.Thread(target=work, args=(i, s)) for i, s in enumerate(steps, start=1)]
@@ -112,13 +112,25 @@ def write_stamp(venv: Path, stamp: str) -> None:
 
 
 def uv_install(uv: Path, venv: Path, *what: str) -> tuple[str, ...]:
-    return (str(uv), "pip", "install", "--python", str(venv / "bin" / "python"), "--compile-bytecode", "-c", "constraints.txt", *what)
+    return (
+        str(uv),
+        "pip",
+        "install",
+        "--python",
+        str(venv / "bin" / "python"),
+        "--compile-bytecode",
+        "-c",
+        "constraints.txt",
+        *what,
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--cluster", action="store_true", help="also build or find the local cluster's binaries")
-    parser.add_argument("--operator", action="store_true", help="also make the operator's own environment, without torch")
+    parser.add_argument(
+        "--operator", action="store_true", help="also make the operator's own environment, without torch"
+    )
     options = parser.parse_args()
     if sys.version_info < MIN_PYTHON:
         print(f"Python {sys.version.split()[0]} is too old: kvpilot needs {MIN_PYTHON[0]}.{MIN_PYTHON[1]} or newer")
@@ -144,11 +156,13 @@ def main() -> int:
         make = (sys.executable, "-m", "venv", "--without-pip", str(OPERATOR))
         install = uv_install(uv, OPERATOR, "-e", "operator", "-e", "tools", "-r", "requirements-dev.txt")
         steps.append(Step("environment: operator without torch", (make, install)))
+    if options.bench:
+        steps.append(Step("peers of the benchmarks", (uv_install(uv, MAIN, "-r", "requirements-bench.txt"),)))
     if options.cluster:
         steps.append(Step("cluster binaries", ((str(MAIN / "bin" / "kvpilot-cluster"), "build"),)))
     try:
         run_together(steps)
-    except StepFailed as error:
+    except StepError as error:
         print(error, file=sys.stderr)
         return 1
     for venv in (MAIN, OPERATOR):

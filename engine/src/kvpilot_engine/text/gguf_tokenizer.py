@@ -8,13 +8,14 @@ is an error. Not here: `tokenizer.ggml.model` other than `gpt2` (byte-level BPE)
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import tokenizers
-from tokenizers import pre_tokenizers
+from tokenizers import Regex, pre_tokenizers
 from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer
+from tokenizers.pre_tokenizers import ByteLevel, PreTokenizer, Split
 
 from kvpilot_engine.core.ids import TokenId
 from kvpilot_engine.errors import SettingsError
@@ -25,13 +26,39 @@ T = TypeVar("T")
 _CONTROL, _USER_DEFINED = 3, 4
 
 
-def _build_smollm() -> PreTokenizer:
-    return pre_tokenizers.Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreTokenizerKind:
+    """How text is cut before merging, and what else goes with the name."""
+
+    build: Callable[[], PreTokenizer]
+    ignores_merges: bool = False
+    """A piece that is a token as a whole is that token, even where its merges lead elsewhere."""
+    adds_bos: bool = False
+    """When the file has no `tokenizer.ggml.add_bos_token`."""
 
 
-PRE_TOKENIZERS: Mapping[str, Callable[[], PreTokenizer]] = {
-    "smollm": _build_smollm,
+def _cut_by(*patterns: str) -> Callable[[], PreTokenizer]:
+    """Cut by each pattern in turn, matches and what lies between both being pieces."""
+    return lambda: pre_tokenizers.Sequence(
+        [
+            *(Split(Regex(pattern), behavior="isolated") for pattern in patterns),
+            ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3_QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+PRE_TOKENIZERS: Mapping[str, PreTokenizerKind] = {
+    "gpt-2": PreTokenizerKind(build=_cut_by(_GPT2)),
+    "llama-bpe": PreTokenizerKind(build=_cut_by(_LLAMA3_QWEN2 % "{1,3}"), ignores_merges=True, adds_bos=True),
+    "qwen2": PreTokenizerKind(build=_cut_by(_LLAMA3_QWEN2 % "")),
+    "smollm": PreTokenizerKind(build=_cut_by(r"\p{N}", _GPT2)),
 }
+"""Each compared with llama.cpp (`kvpilot_tools.tokenizer_oracle`)."""
 
 _NAMED_IDS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator"}
 """Names in chat templates → names in GGUF (the misspelling is the format's)."""
@@ -59,19 +86,23 @@ def build_gguf_tokenizer(metadata: Mapping[str, object], path: Path) -> Tokenize
     types = _get_list(metadata, "tokenizer.ggml.token_type", int, path)
     merges = [_split_merge(merge) for merge in _get_list(metadata, "tokenizer.ggml.merges", str, path)]
 
-    backend = tokenizers.Tokenizer(BPE({token: i for i, token in enumerate(tokens)}, merges))
-    backend.pre_tokenizer = PRE_TOKENIZERS[pre]()
+    kind = PRE_TOKENIZERS[pre]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    backend = tokenizers.Tokenizer(BPE(vocabulary, merges, ignore_merges=kind.ignores_merges))
+    backend.pre_tokenizer = kind.build()
     backend.add_tokens(
         [
-            tokenizers.AddedToken(token, special=kind == _CONTROL, normalized=False)
-            for token, kind in zip(tokens, types, strict=True)
-            if kind in (_CONTROL, _USER_DEFINED)
+            tokenizers.AddedToken(token, special=token_type == _CONTROL, normalized=False)
+            for token, token_type in zip(tokens, types, strict=True)
+            if token_type in (_CONTROL, _USER_DEFINED)
         ]
     )
-    return Tokenizer(backend, to_bytes=byte_level_bytes, policy=_read_policy(metadata, tokens, types))
+    return Tokenizer(backend, to_bytes=byte_level_bytes, policy=_read_policy(metadata, tokens, types, kind))
 
 
-def _read_policy(metadata: Mapping[str, object], tokens: list[str], types: list[int]) -> TokenizerPolicy:
+def _read_policy(
+    metadata: Mapping[str, object], tokens: list[str], types: list[int], kind: PreTokenizerKind
+) -> TokenizerPolicy:
     def get_id(name: str) -> TokenId | None:
         value = metadata.get(f"tokenizer.ggml.{name}_token_id")
         return TokenId(value) if isinstance(value, int) and 0 <= value < len(tokens) else None
@@ -79,15 +110,15 @@ def _read_policy(metadata: Mapping[str, object], tokens: list[str], types: list[
     by_name = {f"{name}_token": get_id(key) for name, key in _NAMED_IDS.items()}
     known_ends = {
         TokenId(i)
-        for i, (token, kind) in enumerate(zip(tokens, types, strict=True))
-        if kind == _CONTROL and token in _KNOWN_END_TEXTS
+        for i, (token, token_type) in enumerate(zip(tokens, types, strict=True))
+        if token_type == _CONTROL and token in _KNOWN_END_TEXTS
     }
     stated_ends = {i for i in map(get_id, ("eos", "eot", "eom")) if i is not None}
     bos_id = get_id("bos")
     return TokenizerPolicy(
         bos_id=bos_id,
         eos_id=get_id("eos"),
-        adds_bos=bos_id is not None and bool(metadata.get("tokenizer.ggml.add_bos_token", False)),
+        adds_bos=bos_id is not None and bool(metadata.get("tokenizer.ggml.add_bos_token", kind.adds_bos)),
         end_ids=frozenset(known_ends | stated_ends),
         named_specials={name: tokens[i] for name, i in by_name.items() if i is not None},
     )

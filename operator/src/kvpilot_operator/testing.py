@@ -1,0 +1,377 @@
+"""Doubles of the operator's ports, for tests and simulations: API server in memory, scripted engines, manual clock.
+
+`FakeKubeApi` is honest where the reconciler depends on it (apply owns its fields and drops those it no longer names,
+preconditions, resource versions, generations, who wrote replicas) and no more: it validates nothing, and what the real
+server does to objects beyond that is tested against the real server.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from kvpilot_operator.core.observation import EngineLoad, EngineMemory, EngineState, EngineTuning, Unknown
+from kvpilot_operator.core.ports import EngineTarget, Manifest
+from kvpilot_operator.core.resources import (
+    DEPLOYMENTS,
+    EVENTS,
+    LEASES,
+    LLM_DEPLOYMENTS,
+    PODS,
+    ApiResource,
+    resource_of,
+)
+from kvpilot_operator.errors import ConflictError
+
+START = datetime(2026, 1, 1, tzinfo=UTC)
+
+_Ref = tuple[str, str, str]
+
+
+class Crash(BaseException):
+    """The process dies here: nothing may catch it."""
+
+
+class ManualClock:
+    """Stands still until it is told to go on."""
+
+    def __init__(self, now: datetime = START) -> None:
+        self._now = now
+
+    def now(self) -> datetime:
+        return self._now
+
+    def monotonic(self) -> float:
+        return (self._now - START).total_seconds()
+
+    def advance(self, seconds: float) -> None:
+        self._now += timedelta(seconds=seconds)
+
+
+class FakeEngineClient:
+    """Answers what it was told to, by pod UID; any other pod is unreachable."""
+
+    def __init__(self) -> None:
+        self.states: dict[str, EngineState | Unknown] = {}
+        self.targets: list[EngineTarget] = []
+
+    async def fetch_states(self, targets: Sequence[EngineTarget]) -> dict[str, EngineState | Unknown]:
+        self.targets.extend(targets)
+        return {target.uid: self.states.get(target.uid, Unknown("Unreachable")) for target in targets}
+
+
+class FakeKubeApi:
+    """The `KubeApi` port over a dictionary."""
+
+    def __init__(self) -> None:
+        self.objects: dict[_Ref, Manifest] = {}
+        self.writes: list[tuple[str, str, str]] = []
+        """(verb, resource, name) of every write that took place."""
+        self.crash_before_write: int | None = None
+        """Raise `Crash` instead of the write of this index, counted from 0 over all writes."""
+        self.errors: dict[tuple[str, str], Exception] = {}
+        """Raise this for (verb, resource), every time until it is removed."""
+        self._applied: dict[_Ref, Manifest] = {}
+        self._version = 100
+        self._uid = 0
+
+    # --- what a test does by hand
+
+    def put(self, manifest: Mapping[str, Any]) -> Manifest:
+        """Create or replace an object as somebody else would; metadata is completed."""
+        value = copy.deepcopy(dict(manifest))
+        ref = _ref(resource_of(value), value["metadata"]["namespace"], value["metadata"]["name"])
+        return self._store(ref, value)
+
+    def remove(self, resource: ApiResource, namespace: str, name: str) -> None:
+        self.objects.pop(_ref(resource, namespace, name), None)
+        self._applied.pop(_ref(resource, namespace, name), None)
+
+    def peek(self, resource: ApiResource, namespace: str, name: str) -> Manifest | None:
+        """A copy of what is stored."""
+        return copy.deepcopy(self.objects.get(_ref(resource, namespace, name)))
+
+    def all_of(self, resource: ApiResource) -> list[Manifest]:
+        return [copy.deepcopy(value) for (kind, _, _), value in sorted(self.objects.items()) if kind == resource.kind]
+
+    def scale_as(self, manager: str, namespace: str, name: str, replicas: int) -> None:
+        """Another writer sets a Deployment's replicas through /scale."""
+        self._set_replicas(_ref(DEPLOYMENTS, namespace, name), replicas, manager)
+
+    # --- the port
+
+    async def get_object(self, resource: ApiResource, namespace: str, name: str) -> Manifest | None:
+        self._maybe_fail("get", resource.plural)
+        return self.peek(resource, namespace, name)
+
+    async def list_objects(
+        self, resource: ApiResource, namespace: str | None, *, labels: str = "", name: str = ""
+    ) -> list[Manifest]:
+        self._maybe_fail("list", resource.plural)
+        return [
+            value
+            for value in self.all_of(resource)
+            if (namespace is None or value["metadata"]["namespace"] == namespace)
+            and (not name or value["metadata"]["name"] == name)
+            and _matches(value, labels)
+        ]
+
+    async def apply(self, manifest: Manifest, *, force: bool) -> Manifest:
+        resource = resource_of(manifest)
+        ref = _ref(resource, manifest["metadata"]["namespace"], manifest["metadata"]["name"])
+        self._before_write("patch", resource.plural, ref[2])
+        current = self.objects.get(ref)
+        if current is not None and ref not in self._applied and not force:
+            raise ConflictError(f"apply {ref}: fields of another manager")
+        merged = _merge(_drop(copy.deepcopy(current or {}), self._applied.get(ref, {}), manifest), manifest)
+        self._applied[ref] = copy.deepcopy(manifest)
+        if resource is DEPLOYMENTS:
+            merged["spec"].setdefault("replicas", 1)
+        return copy.deepcopy(self._store(ref, merged))
+
+    async def set_replicas(self, resource: ApiResource, namespace: str, name: str, replicas: int) -> None:
+        self._before_write("patch", f"{resource.plural}/scale", name)
+        self._set_replicas(_ref(resource, namespace, name), replicas, "kvpilot")
+
+    async def patch_status(
+        self, namespace: str, name: str, status: Mapping[str, Any], resource_version: str
+    ) -> Manifest:
+        self._before_write("patch", "llmdeployments/status", name)
+        ref = _ref(LLM_DEPLOYMENTS, namespace, name)
+        current = self._existing(ref)
+        if current["metadata"]["resourceVersion"] != resource_version:
+            raise ConflictError(f"status of {name}: the object has been modified")
+        value = copy.deepcopy(current)
+        value["status"] = _merge_patch(value.get("status", {}), status)
+        return copy.deepcopy(self._store(ref, value))
+
+    async def annotate_pod(
+        self, namespace: str, name: str, uid: str, annotations: Mapping[str, str | None]
+    ) -> Manifest | None:
+        self._before_write("patch", "pods", name)
+        current = self.objects.get(_ref(PODS, namespace, name))
+        if current is None or current["metadata"]["uid"] != uid:
+            return None
+        value = copy.deepcopy(current)
+        metadata = value["metadata"]
+        metadata["annotations"] = _merge_patch(metadata.get("annotations", {}), annotations)
+        return copy.deepcopy(self._store(_ref(PODS, namespace, name), value))
+
+    async def delete_pod(self, namespace: str, name: str, uid: str) -> None:
+        self._before_write("delete", "pods", name)
+        current = self.objects.get(_ref(PODS, namespace, name))
+        if current is not None and current["metadata"]["uid"] == uid:
+            self.remove(PODS, namespace, name)
+
+    async def create_event(self, manifest: Manifest) -> None:
+        self._before_write("create", "events", manifest["metadata"]["name"])
+        ref = _ref(EVENTS, manifest["metadata"]["namespace"], manifest["metadata"]["name"])
+        if ref in self.objects:
+            raise ConflictError(f"event {ref[2]} exists already")
+        self._store(ref, copy.deepcopy(manifest))
+
+    async def get_lease(self, namespace: str, name: str) -> Manifest | None:
+        return await self.get_object(LEASES, namespace, name)
+
+    async def create_lease(self, manifest: Manifest) -> Manifest:
+        ref = _ref(LEASES, manifest["metadata"]["namespace"], manifest["metadata"]["name"])
+        self._before_write("create", "leases", ref[2])
+        if ref in self.objects:
+            raise ConflictError("the lease exists already")
+        return copy.deepcopy(self._store(ref, copy.deepcopy(manifest)))
+
+    async def update_lease(self, manifest: Manifest) -> Manifest:
+        ref = _ref(LEASES, manifest["metadata"]["namespace"], manifest["metadata"]["name"])
+        self._before_write("update", "leases", ref[2])
+        if self._existing(ref)["metadata"]["resourceVersion"] != manifest["metadata"].get("resourceVersion"):
+            raise ConflictError("the lease has been modified")
+        return copy.deepcopy(self._store(ref, copy.deepcopy(manifest)))
+
+    # --- inside
+
+    def _existing(self, ref: _Ref) -> Manifest:
+        if ref not in self.objects:
+            raise ConflictError(f"{ref} is gone")
+        return self.objects[ref]
+
+    def _maybe_fail(self, verb: str, resource: str) -> None:
+        error = self.errors.get((verb, resource))
+        if error is not None:
+            raise error
+
+    def _before_write(self, verb: str, resource: str, name: str) -> None:
+        self._maybe_fail(verb, resource)
+        if self.crash_before_write == len(self.writes):
+            raise Crash(f"before {verb} {resource} {name}")
+        self.writes.append((verb, resource, name))
+
+    def _set_replicas(self, ref: _Ref, replicas: int, manager: str) -> None:
+        value = copy.deepcopy(self._existing(ref))
+        value["spec"]["replicas"] = replicas
+        entries = [entry for entry in value["metadata"].get("managedFields", []) if entry["subresource"] != "scale"]
+        owned = {"f:spec": {"f:replicas": {}}}
+        value["metadata"]["managedFields"] = [
+            *entries, {"manager": manager, "operation": "Update", "subresource": "scale", "fieldsV1": owned}
+        ]  # fmt: skip
+        self._store(ref, value)
+
+    def _store(self, ref: _Ref, value: Manifest) -> Manifest:
+        old = self.objects.get(ref)
+        metadata = value["metadata"]
+        before = {**old, "metadata": {**old["metadata"], "resourceVersion": ""}} if old is not None else None
+        if before is not None and before == {**value, "metadata": {**metadata, "resourceVersion": ""}}:
+            assert old is not None  # noqa: S101 - for the type checker
+            return old  # nothing changed: no new version, as on the real server
+        self._version += 1
+        metadata["resourceVersion"] = str(self._version)
+        if "uid" not in metadata:
+            self._uid += 1
+            metadata["uid"] = f"uid-{self._uid}"
+        generation = (old or {}).get("metadata", {}).get("generation", 0)
+        changed = old is None or old.get("spec") != value.get("spec")
+        metadata["generation"] = generation + 1 if changed else generation
+        self.objects[ref] = value
+        return value
+
+
+def make_object(name: str = "llama", namespace: str = "team-a", **spec: Any) -> Manifest:
+    """An LLMDeployment manifest for the CPU; keyword arguments go into (and over) its spec."""
+    defaults: dict[str, Any] = {
+        "model": {"source": "file:///models/tiny.gguf"},
+        "engine": {"image": "engine:1", "device": "cpu"},
+        "replicas": 1,
+    }
+    return {
+        "apiVersion": LLM_DEPLOYMENTS.api_version,
+        "kind": LLM_DEPLOYMENTS.kind,
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": {**defaults, **spec},
+    }
+
+
+def make_pod(
+    name: str,
+    *,
+    deployment: str = "llama",
+    namespace: str = "team-a",
+    uid: str | None = None,
+    ready: bool = True,
+    labels: Mapping[str, str] | None = None,
+    status: Mapping[str, Any] | None = None,
+    created_at: str = "2026-01-01T00:00:00Z",
+) -> Manifest:
+    """An engine pod as the kubelet would report it: scheduled and running, ready if said so."""
+    running = {"name": "engine", "restartCount": 0, "ready": ready, "state": {"running": {"startedAt": created_at}}}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": name,
+            "namespace": namespace,
+            "uid": uid or f"pod-{name}",
+            "creationTimestamp": created_at,
+            "labels": {"kvpilot.dev/deployment": deployment, **(labels or {})},
+        },
+        "spec": {"nodeName": "node1", "containers": [{"name": "engine"}]},
+        "status": {
+            "phase": "Running",
+            "podIP": "10.0.0.1",
+            "conditions": [{"type": "Ready", "status": "True" if ready else "False"}],
+            "containerStatuses": [running],
+            **(status or {}),
+        },
+    }
+
+
+def make_load(**changes: Any) -> EngineLoad:
+    """An idle engine, changed by keyword."""
+    values: dict[str, Any] = {
+        "kv_usage_ratio": 0.0,
+        "running": 0,
+        "waiting": 0,
+        "waiting_capacity": 0,
+        "preemptions_total": 0,
+        "blocks_total": 100,
+        "age_s": 0.0,
+    }
+    return EngineLoad(**{**values, **changes})
+
+
+def make_engine_memory(**changes: Any) -> EngineMemory:
+    """An engine at 0.9 of a 10 GiB device, changed by keyword."""
+    gib = 1024**3
+    values: dict[str, Any] = {
+        "device": "cpu",
+        "device_total_bytes": 10 * gib,
+        "device_free_bytes": gib,
+        "utilization": 0.9,
+        "limit_bytes": 9 * gib,
+        "weights_bytes": 2 * gib,
+        "activations_peak_bytes": gib,
+        "kv_reserved_bytes": 5 * gib,
+        "kv_tokens": 100_000,
+        "max_model_len": 8192,
+        "min_utilization": 0.4,
+        "max_concurrency_at_max_len": 12.0,
+    }
+    return EngineMemory(**{**values, **changes})
+
+
+def make_engine_state(**changes: Any) -> EngineState:
+    """A ready, idle engine that has applied tuning revision 1, changed by keyword."""
+    values: dict[str, Any] = {
+        "state": "ready",
+        "state_reason": "",
+        "load": make_load(),
+        "memory": make_engine_memory(),
+        "tuning": EngineTuning(revision=1, state="applied", utilization=0.9, reason=""),
+    }
+    return EngineState(**{**values, **changes})
+
+
+def _ref(resource: ApiResource, namespace: str, name: str) -> _Ref:
+    return resource.kind, namespace, name
+
+
+def _matches(manifest: Manifest, selector: str) -> bool:
+    labels = manifest["metadata"].get("labels", {})
+    for part in filter(None, selector.split(",")):
+        key, _, value = part.partition("=")
+        if key not in labels or (value and labels[key] != value):
+            return False
+    return True
+
+
+def _drop(value: Manifest, before: Mapping[str, Any], after: Mapping[str, Any]) -> Manifest:
+    """Remove what the manager's last apply set and this one does not name."""
+    for key, old in before.items():
+        if key not in after:
+            value.pop(key, None)
+        elif isinstance(old, Mapping) and isinstance(after[key], Mapping) and isinstance(value.get(key), dict):
+            value[key] = _drop(value[key], old, after[key])
+    return value
+
+
+def _merge(value: Manifest, patch: Mapping[str, Any]) -> Manifest:
+    for key, new in patch.items():
+        if isinstance(new, Mapping) and isinstance(value.get(key), dict):
+            value[key] = _merge(value[key], new)
+        else:
+            value[key] = copy.deepcopy(new)
+    return value
+
+
+def _merge_patch(value: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
+    """RFC 7386."""
+    result = dict(value)
+    for key, new in patch.items():
+        if new is None:
+            result.pop(key, None)
+        elif isinstance(new, Mapping):
+            inner = result.get(key)
+            result[key] = _merge_patch(inner if isinstance(inner, Mapping) else {}, new)
+        else:
+            result[key] = copy.deepcopy(new)
+    return result

@@ -156,12 +156,14 @@ def main() -> int:
         make = (sys.executable, "-m", "venv", "--without-pip", str(OPERATOR))
         install = uv_install(uv, OPERATOR, "-e", "operator", "-e", "tools", "-r", "requirements-dev.txt")
         steps.append(Step("environment: operator without torch", (make, install)))
-    if options.bench:
-        steps.append(Step("peers of the benchmarks", (uv_install(uv, MAIN, "-r", "requirements-bench.txt"),)))
     if options.cluster:
         steps.append(Step("cluster binaries", ((str(MAIN / "bin" / "kvpilot-cluster"), "build"),)))
     try:
         run_together(steps)
+        if options.bench:  # after the engine: two installs into one environment would race
+            run_step(
+                Step("peers of the benchmarks", (uv_install(uv, MAIN, "-r", "requirements-bench.txt"),)), number="1/1"
+            )
     except StepError as error:
         print(error, file=sys.stderr)
         return 1

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
+from kvpilot_operator.core.rights import RIGHTS
+from kvpilot_operator.settings import OperatorSettings
 from kvpilot_tools.chart import helm_binary, render
 from kvpilot_tools.repository import CHART
 
@@ -74,7 +76,7 @@ def test_namespaced_mode_makes_no_cluster_role(helm: Path) -> None:  # C14
         e["name"]: e.get("value")
         for e in only(objects, "Deployment")["spec"]["template"]["spec"]["containers"][0]["env"]
     }
-    assert env["KVPILOT_NAMESPACES"] == "team-a,team-b"
+    assert env["KVPILOT_OPERATOR_NAMESPACES"] == "team-a,team-b"
 
 
 def test_both_modes_grant_the_same_rules(helm: Path) -> None:
@@ -99,3 +101,24 @@ def test_a_bad_value_is_refused_by_name(helm: Path, setting: str, names: str) ->
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert names in done.stderr
+
+
+def rules_of(rules: list[Object]) -> set[tuple[str, str, str]]:
+    return {(g, r, v) for rule in rules for g in rule["apiGroups"] for r in rule["resources"] for v in rule["verbs"]}
+
+
+def test_the_chart_grants_exactly_what_the_operator_uses(helm: Path) -> None:
+    objects = rendered(helm, CHART / "ci" / "default-values.yaml")
+    granted = rules_of(only(objects, "ClusterRole")["rules"]) | rules_of(only(objects, "Role")["rules"])
+    used = {(right.group, right.resource, verb) for right in RIGHTS for verb in right.verbs}
+    assert granted == used
+
+
+def test_the_operator_understands_every_setting_of_the_chart(helm: Path) -> None:
+    for values in SCENARIOS:
+        (container,) = only(rendered(helm, values), "Deployment")["spec"]["template"]["spec"]["containers"]
+        settings = OperatorSettings.load({e["name"]: e.get("value", "name") for e in container["env"]})
+        ports = {p["name"]: p["containerPort"] for p in container["ports"]}
+        assert ports == {"health": settings.health_bind_port, "metrics": settings.metrics_bind_port}
+        assert settings.default_engine_image
+        assert settings.lease_namespace == "kvpilot-system"

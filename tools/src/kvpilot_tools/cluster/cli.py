@@ -39,11 +39,22 @@ def build_parser() -> argparse.ArgumentParser:
     _add_name(up)
     up.add_argument("--api-only", action="store_true", help="etcd and the API server alone: no root needed, no pods")
     up.add_argument("--with-controllers", action="store_true", help="with --api-only: the controller manager too")
+    up.add_argument("--gpus", type=int, default=4, help="GPUs that the node claims to have (default: %(default)s)")
+    up.add_argument(
+        "--engine-env",
+        type=Path,
+        metavar="VENV",
+        help="the environment that engine pods may mount (default: the one this command runs in)",
+    )
     up.set_defaults(run=_up)
 
     down = commands.add_parser("down", help="stop it and remove all that it made")
     _add_name(down)
     down.set_defaults(run=_down)
+
+    status = commands.add_parser("status", help="what runs; exit status 3 when it is not ready")
+    _add_name(status)
+    status.set_defaults(run=_status)
 
     kubeconfig = commands.add_parser("kubeconfig", help="print the path of the kubeconfig")
     _add_name(kubeconfig)
@@ -55,37 +66,92 @@ def _add_name(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", default=DEFAULT_NAME, help="which cluster (default: %(default)s)")
 
 
-def _build(options: argparse.Namespace, progress: Progress) -> int:
+def _build(_options: argparse.Namespace, progress: Progress) -> int:
     binaries = AssetStore.from_environ(os.environ).ensure(ALL_ASSETS, progress)
     print(f"kvpilot-cluster build: {len(binaries)} binaries ready")
     return 0
 
 
 def _up(options: argparse.Namespace, progress: Progress) -> int:
-    from kvpilot_tools.cluster.api_server import start_api_only
+    from kvpilot_tools.cluster import engine_env, local_cluster
+    from kvpilot_tools.cluster.kubeconfig import chosen_cluster
 
+    chosen = chosen_cluster(os.environ)
+    if chosen is not None and not options.api_only:
+        print(f"kvpilot-cluster up: nothing started, KVPILOT_KUBECONFIG names the context {chosen.context}")
+        return 0
     layout = layout_for(options.name)
+    if options.api_only:
+        return _up_api_only(layout, options, progress)
+    environment = options.engine_env or engine_env.default_environment()
+    result = local_cluster.up(layout, gpus=options.gpus, environment=environment, environ=os.environ, progress=progress)
+    if result.was_running:
+        print(f"kvpilot-cluster up: it runs already; export KUBECONFIG={layout.kubeconfig}")
+    else:
+        print(
+            f"kvpilot-cluster up: control plane ready after {result.control_plane_s:.1f} s, node after"
+            f" {result.node_s:.1f} s; export KUBECONFIG={layout.kubeconfig}"
+        )
+    return 0
+
+
+def _up_api_only(layout: ClusterLayout, options: argparse.Namespace, progress: Progress) -> int:
+    from kvpilot_tools.cluster import local_cluster
+    from kvpilot_tools.cluster.api_server import start_api_only
+    from kvpilot_tools.cluster.record import load_record
+
     binaries = AssetStore.from_environ(os.environ).ensure(API_ONLY_ASSETS, progress)
-    start_api_only(
-        layout,
-        binaries,
-        with_controllers=options.with_controllers,
-        owner=None,
-        environ=os.environ,
-        progress=progress,
-    )
-    _print_ready(layout, progress)
+    with local_cluster.locked(layout, progress):
+        record = load_record(layout.settings_file)
+        if record is not None and record.has_node:
+            raise RequirementError(f"the cluster {layout.name!r} has a node; give the API server another --name")
+        if record is not None and record.has_controllers == options.with_controllers:
+            state = local_cluster.inspect(layout, binaries)
+            if state is not None and state.is_ready:
+                print(f"kvpilot-cluster up: it runs already; export KUBECONFIG={layout.kubeconfig}")
+                return 0
+        start_api_only(
+            layout,
+            binaries,
+            with_controllers=options.with_controllers,
+            owner=None,
+            environ=os.environ,
+            progress=progress,
+        )
+    print(f"kvpilot-cluster up: ready after {progress.elapsed_s:.1f} s; export KUBECONFIG={layout.kubeconfig}")
     return 0
 
 
 def _down(options: argparse.Namespace, progress: Progress) -> int:
-    from kvpilot_tools.cluster.api_server import remove_api_only
+    from kvpilot_tools.cluster import local_cluster
 
-    remove_api_only(layout_for(options.name))
+    layout = layout_for(options.name)
+    existed = layout.root.exists()
+    seconds = local_cluster.down(layout, progress)
+    print(f"kvpilot-cluster down: {f'removed in {seconds:.1f} s' if existed else 'there was nothing'}")
     return 0
 
 
-def _kubeconfig(options: argparse.Namespace, progress: Progress) -> int:
+def _status(options: argparse.Namespace, _progress: Progress) -> int:
+    from kvpilot_tools.cluster import local_cluster
+
+    layout = layout_for(options.name)
+    store = AssetStore.from_environ(os.environ)
+    binaries = {asset.name: path for asset in ALL_ASSETS if (path := store.find(asset)) is not None}
+    state = local_cluster.inspect(layout, binaries)
+    if state is None:
+        print(f"kvpilot-cluster status: there is no cluster {layout.name!r}")
+        return 3
+    kind = "with a node" if state.record.has_node else "API server only"
+    print(f"{layout.name}: {kind}, {'ready' if state.is_ready else 'not ready'}")
+    print(f"  running: {', '.join(state.running) or 'nothing'}")
+    if state.stopped:
+        print(f"  stopped: {', '.join(state.stopped)} (`kvpilot-cluster up` starts afresh)")
+    print(f"  kubeconfig: {layout.kubeconfig}\n  logs: {layout.logs}")
+    return 0 if state.is_ready else 3
+
+
+def _kubeconfig(options: argparse.Namespace, _progress: Progress) -> int:
     path = _existing_kubeconfig(layout_for(options.name))
     print(path)
     return 0
@@ -95,7 +161,3 @@ def _existing_kubeconfig(layout: ClusterLayout) -> Path:
     if not layout.kubeconfig.exists():
         raise RequirementError(f"the cluster {layout.name!r} is not up; `kvpilot-cluster up` starts it")
     return layout.kubeconfig
-
-
-def _print_ready(layout: ClusterLayout, progress: Progress) -> None:
-    print(f"kvpilot-cluster up: ready after {progress.elapsed_s:.1f} s; export KUBECONFIG={layout.kubeconfig}")

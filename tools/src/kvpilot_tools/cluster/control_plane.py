@@ -121,6 +121,12 @@ class ControlPlane:
             f"--tls-cert-file={pki}/apiserver.crt",
             f"--tls-private-key-file={pki}/apiserver.key",
             f"--cert-dir={pki}",
+            # The other components look for this even where nothing is aggregated; no certificate has such a name.
+            f"--requestheader-client-ca-file={pki}/ca.crt",
+            "--requestheader-allowed-names=kvpilot-front-proxy",
+            "--requestheader-username-headers=X-Remote-User",
+            "--requestheader-group-headers=X-Remote-Group",
+            "--requestheader-extra-headers-prefix=X-Remote-Extra-",
             "--service-account-issuer=https://kubernetes.default.svc.cluster.local",
             f"--service-account-key-file={pki}/service-account.crt",
             f"--service-account-signing-key-file={pki}/service-account.key",

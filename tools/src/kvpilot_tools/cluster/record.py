@@ -69,8 +69,8 @@ class ClusterRecord:
     """The process that this cluster must not outlive; None: it stays until `down`."""
     machine_before: dict[str, str] = field(default_factory=dict)
     """Kernel settings by name, as they were before we changed them."""
-    engine_env: str | None = None
-    """The virtual environment that engine pods mount; None: none was set up."""
+    tables_before: dict[str, list[str]] = field(default_factory=dict)
+    """Packet-filter tables by family, as they were."""
 
     def save(self, file: Path) -> None:
         """Write the file in one step."""

@@ -114,7 +114,7 @@ class Termination:
     finished_at: datetime | None
     run: int | None = None
     """Which run of the container ended: its restart count then. `state.terminated` and a waiting container's `lastState`
-    belong to the present restart count, a running container's `lastState` to the one before. None when it can't be told."""
+    belong to the present restart count, a running container's `lastState` to the one before. None: can't be told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +147,14 @@ class ReplicaObservation:
     @property
     def load(self) -> EngineLoad | Unknown:
         return self.engine if isinstance(self.engine, Unknown) else self.engine.load
+
+    @property
+    def memory(self) -> EngineMemory | Unknown:
+        return self.engine if isinstance(self.engine, Unknown) else self.engine.memory
+
+    @property
+    def tuning(self) -> EngineTuning | Unknown:
+        return self.engine if isinstance(self.engine, Unknown) else self.engine.tuning
 
     @property
     def is_live(self) -> bool:

@@ -1,8 +1,8 @@
 """How many replicas: facts and memory in, one decision with its reason out.
 
 Writes nothing and reads no clock. Invariants: the result lies within the bounds of the spec; nothing unknown, unready
-or still coming ever lowers it; it never grows while what it asked for is still coming; it shrinks one at a time, at most
-once in a stabilization window. More load never gives fewer replicas.
+or still coming ever lowers it; it never grows while what it asked for is coming; it shrinks one at a time, at most once
+in a stabilization window. More load never gives fewer replicas.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the scaling loop must remember over a restart: time stamps, never counts of passes. Lives in `status.scaling`."""
+"""What the scaling loop remembers over a restart: time stamps, never counts of passes. Lives in `status.scaling`."""
 
 from __future__ import annotations
 

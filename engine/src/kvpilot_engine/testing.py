@@ -16,11 +16,17 @@ from kvpilot_engine.core.engine_core import EngineCore
 from kvpilot_engine.core.ids import NULL_BLOCK, RequestId, TokenId
 from kvpilot_engine.core.request import GenerationRequest
 from kvpilot_engine.core.sampling_params import SamplingParams
-from kvpilot_engine.core.scheduler_output import ModelRunnerOutput, ScheduledSequence, SchedulerOutput
+from kvpilot_engine.core.scheduler_output import (
+    ModelRunnerOutput,
+    ScheduledSequence,
+    SchedulerOutput,
+    SequenceOutput,
+)
 from kvpilot_engine.core.sequence import Sequence
 from kvpilot_engine.core.settings import CacheSettings, SchedulerSettings
 
 POISON = TokenId(-1)
+MAX_PLANS_KEPT = 4096
 
 
 def compute_next_token(history: Iterable[int], *, vocab_size: int) -> TokenId:
@@ -51,7 +57,7 @@ class FakeModelRunner:
         self._memory: dict[int, TokenId] = {}
         self.failures: deque[Exception | None] = deque()
         """One entry per coming step: an error to raise, or None to run. Empty: all run."""
-        self.plans: list[SchedulerOutput] = []
+        self.plans: deque[SchedulerOutput] = deque(maxlen=MAX_PLANS_KEPT)
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         failure = self.failures.popleft() if self.failures else None
@@ -82,6 +88,30 @@ class FakeModelRunner:
 
     def _read(self, scheduled: ScheduledSequence) -> list[TokenId]:
         return [self._memory[self._slot(scheduled, position)] for position in range(scheduled.end_position)]
+
+
+class OutputCollector:
+    """What became of each request; complains about news after the end."""
+
+    def __init__(self) -> None:
+        self.token_ids: dict[RequestId, tuple[TokenId, ...]] = {}
+        self.final: dict[RequestId, SequenceOutput] = {}
+
+    def take(self, outputs: Iterable[SequenceOutput]) -> None:
+        for output in outputs:
+            assert output.request_id not in self.final, f"{output.request_id} has news after its end"
+            self.token_ids[output.request_id] = self.token_ids.get(output.request_id, ()) + output.new_token_ids
+            if output.finish_reason is not None:
+                self.final[output.request_id] = output
+
+    def run(self, engine: EngineCore, *, max_steps: int = 5000) -> None:
+        """Step until the engine is idle, with its invariants checked after each step."""
+        for _ in range(max_steps):
+            if not engine.has_work:
+                return
+            self.take(engine.step())
+            engine.check_invariants()
+        raise AssertionError(f"the engine still has work after {max_steps} steps")
 
 
 class ManualClock:

@@ -1,4 +1,4 @@
-"""Where every byte of the device goes: `GET /engine/memory`, the metrics and the operator read this one frozen value."""
+"""Where every byte of the device goes: `GET /engine/memory`, metrics and operator read this one frozen value."""
 
 from __future__ import annotations
 

@@ -173,8 +173,8 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Assert that queues, tables and pool agree. For tests, after every step."""
         for sequence in self._sequences.values():
-            assert not sequence.is_finished
-            assert sequence.num_computed_tokens < sequence.num_tokens or self._open_plan is not None
+            assert not sequence.is_finished, f"{sequence.request_id} ended and is still here"
+            assert sequence.num_computed_tokens < sequence.num_tokens, f"{sequence.request_id} has nothing to compute"
             if sequence.request_id not in self._running:
                 assert len(sequence.block_table) == 0, f"{sequence.request_id} waits with blocks"
         assert len(self._running) + len(self._waiting) == len(self._sequences)

@@ -1,0 +1,152 @@
+"""Whatever comes in whatever order: the bookkeeping adds up, and every request gets its own tokens and one end."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvpilot_engine.core.capacity import ResizeState
+from kvpilot_engine.core.ids import RequestId
+from kvpilot_engine.core.request import GenerationRequest
+from kvpilot_engine.core.scheduler_output import FinishReason
+from kvpilot_engine.errors import (
+    DeviceOutOfMemoryError,
+    ModelExecutionError,
+    NeverFitsError,
+    OOMCause,
+    OOMPhase,
+    OverloadedError,
+)
+from kvpilot_engine.testing import (
+    FakeModelRunner,
+    OutputCollector,
+    compute_expected_tokens,
+    make_engine_core,
+    make_request,
+)
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 14
+MAX_MODEL_LEN = 36
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Arrivals, aborts, resizes and failing steps on a pool that holds one and a half long requests."""
+
+    @initialize(budget=st.integers(1, 40), seqs=st.integers(1, 6), caching=st.booleans())
+    def start(self, budget: int, seqs: int, caching: bool) -> None:
+        self.runner = FakeModelRunner(block_size=BLOCK_SIZE)
+        self.engine = make_engine_core(
+            self.runner,
+            num_blocks=NUM_BLOCKS,
+            block_size=BLOCK_SIZE,
+            enable_prefix_caching=caching,
+            max_num_seqs=seqs,
+            max_num_batched_tokens=budget,
+            max_model_len=MAX_MODEL_LEN,
+            max_queue_len=12,
+        )
+        self.collector = OutputCollector()
+        self.requests: dict[RequestId, GenerationRequest] = {}
+        self.target = NUM_BLOCKS
+
+    @rule(
+        prompt_len=st.integers(1, MAX_MODEL_LEN),
+        first=st.integers(0, 2),
+        max_tokens=st.integers(1, 24),
+        salt=st.sampled_from(["", "", "s"]),
+        stop=st.integers(0, 999),
+    )
+    def arrive(self, prompt_len: int, first: int, max_tokens: int, salt: str, stop: int) -> None:
+        """Prompts have one of three beginnings, so that prefixes are shared."""
+        request = make_request(
+            f"r{len(self.requests)}",
+            range(first, first + prompt_len),
+            max_tokens=max_tokens,
+            cache_salt=salt,
+            stop_token_ids=range(stop, stop + 20),
+        )
+        try:
+            self.engine.add_request(request)
+        except NeverFitsError:
+            assert prompt_len + max_tokens > min(MAX_MODEL_LEN, self.target * BLOCK_SIZE)
+        except OverloadedError:
+            assert self.engine.stats().num_waiting_capacity + self.engine.stats().num_waiting_budget == 12
+        else:
+            self.requests[request.request_id] = request
+
+    @rule(num_steps=st.integers(1, 8))
+    def step(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.collector.take(self.engine.step())
+            self.engine.check_invariants()
+
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        live = sorted(self.requests.keys() - self.collector.final.keys())
+        if live:
+            output = self.engine.abort(data.draw(st.sampled_from(live)))
+            assert output is not None
+            self.collector.take([output])
+
+    @rule(usable_blocks=st.integers(0, NUM_BLOCKS + 1))
+    def resize(self, usable_blocks: int) -> None:
+        result = self.engine.resize(usable_blocks)
+        is_possible = -(-MAX_MODEL_LEN // BLOCK_SIZE) <= usable_blocks <= NUM_BLOCKS
+        assert (result.state is not ResizeState.REJECTED) == is_possible
+        if is_possible:
+            self.target = usable_blocks
+
+    @rule()
+    def run_out_of_device_memory(self) -> None:
+        self.runner.failures.append(
+            DeviceOutOfMemoryError("no memory", phase=OOMPhase.PREFILL, cause=OOMCause.NEIGHBOUR)
+        )
+        if self.engine.has_work:
+            with pytest.raises(DeviceOutOfMemoryError):
+                self.engine.step()
+        self.runner.failures.clear()
+
+    @rule()
+    def fail(self) -> None:
+        self.runner.failures.append(ModelExecutionError("broken"))
+        outputs = self.engine.step()
+        assert all(output.finish_reason is FinishReason.ERROR for output in outputs)
+        self.collector.take(outputs)
+        self.runner.failures.clear()
+
+    @invariant()
+    def bookkeeping_adds_up(self) -> None:
+        self.engine.check_invariants()
+        stats = self.engine.stats()
+        live = len(self.requests) - len(self.collector.final)
+        assert stats.num_running + stats.num_waiting_capacity + stats.num_waiting_budget == live
+        assert sum(stats.finished_total.values()) == len(self.collector.final)
+        in_use = stats.num_blocks_free + stats.num_blocks_cached + stats.num_blocks_used
+        assert in_use == stats.num_blocks_total == NUM_BLOCKS - stats.num_blocks_held_out
+        assert stats.num_blocks_total == self.target + self.engine.num_blocks_to_go
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        self.collector.run(self.engine)
+        assert self.collector.final.keys() == self.requests.keys()
+        for request_id, request in self.requests.items():
+            final = self.collector.final[request_id]
+            token_ids = self.collector.token_ids[request_id]
+            expected = compute_expected_tokens(request)
+            if final.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+                assert token_ids == expected
+            else:
+                assert token_ids == expected[: len(token_ids)]
+            assert final.num_output_tokens == len(token_ids)
+        assert self.engine.stats().num_blocks_used == 0
+        assert self.engine.num_blocks_to_go == 0
+
+
+TestEngineMachine = EngineMachine.TestCase
+TestEngineMachine.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)

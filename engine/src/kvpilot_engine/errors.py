@@ -6,6 +6,7 @@
     ├── ModelNotServedError          404: another model's name
     ├── OverloadedError              429: the queue is full; retry later
     ├── UnavailableError             503: loading, draining or failed
+    ├── DeadlineExceededError        504: the request's own deadline passed, or the engine fell silent
     ├── RequestAbortedError          the client went away, or the engine stopped before the request ended
     ├── ModelExecutionError          a step failed for a reason that is not memory
     │   └── DeviceOutOfMemoryError   a device allocation failed; carries phase, cause and bytes
@@ -90,6 +91,10 @@ class OverloadedError(EngineError):
 
 class UnavailableError(EngineError):
     """The server can't take requests now: loading, draining or failed."""
+
+
+class DeadlineExceededError(EngineError):
+    """The request did not end in its time; what it held is freed."""
 
 
 class RequestAbortedError(EngineError):

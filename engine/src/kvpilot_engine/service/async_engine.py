@@ -10,7 +10,8 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Collection
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -19,22 +20,26 @@ from kvpilot_engine.core.ids import RequestId
 from kvpilot_engine.core.request import GenerationRequest
 from kvpilot_engine.core.scheduler_output import FinishReason
 from kvpilot_engine.errors import (
+    DeadlineExceededError,
     EngineError,
     ExitCode,
     InvalidRequestError,
     NeverFitsError,
+    OOMCause,
+    OOMPhase,
     OverloadedError,
     RequestAbortedError,
     UnavailableError,
 )
 from kvpilot_engine.service.child_link import ChildLink
-from kvpilot_engine.service.engine_process import ChildStart
+from kvpilot_engine.service.engine_process import KEPT_OOM_EVENTS, ChildStart
 from kvpilot_engine.service.generation_stream import GenerationStream
 from kvpilot_engine.service.messages import (
     AbortRequest,
     AddRequest,
     EngineSnapshot,
     Failed,
+    OOMEvent,
     Ready,
     RefusalKind,
     RequestRefused,
@@ -80,12 +85,11 @@ class AsyncEngine:
         settings: ServiceSettings,
         *,
         configure_child_logging: Callable[[], None] | None = None,
-        on_step: Callable[[StepOutputs], None] | None = None,
     ) -> None:
         self._loader = loader
         self._settings = settings
         self._configure_child_logging = configure_child_logging
-        self._on_step = on_step
+        self._on_step: list[Callable[[StepOutputs], None]] = []
         self._ledger = StartLedger(settings.state_dir)
         self._link: ChildLink | None = None
         self._streams: dict[RequestId, GenerationStream] = {}
@@ -101,6 +105,10 @@ class AsyncEngine:
         self._failure: asyncio.Future[EngineFailure] | None = None
         self._hold_task: asyncio.Task[None] | None = None
         self._is_stopping = False
+        self._watch_task: asyncio.Task[None] | None = None
+        self._oom_events: deque[OOMEvent] = deque(maxlen=KEPT_OOM_EVENTS)
+        self._oom_counts: Counter[tuple[OOMPhase, OOMCause]] = Counter()
+        self._oom_seq = 0
 
     # What it tells
 
@@ -128,6 +136,19 @@ class AsyncEngine:
     @property
     def start_failures(self) -> tuple[StartFailure, ...]:
         return self._ledger.failures
+
+    @property
+    def oom_events(self) -> tuple[OOMEvent, ...]:
+        """The newest, oldest first."""
+        return tuple(self._oom_events)
+
+    @property
+    def oom_seq(self) -> int:
+        return self._oom_seq
+
+    @property
+    def oom_counts(self) -> Mapping[tuple[OOMPhase, OOMCause], int]:
+        return self._oom_counts
 
     @property
     def max_model_len(self) -> int:
@@ -158,11 +179,16 @@ class AsyncEngine:
     def is_ready(self) -> bool:
         return self._state is EngineState.READY and self.is_alive
 
+    def subscribe(self, on_step: Callable[[StepOutputs], None]) -> None:
+        """Call `on_step` with each step's news, before the streams get theirs."""
+        self._on_step.append(on_step)
+
     # Life
 
     async def start(self) -> None:
         """Load the model in a child, or hold when too many starts failed. Returns at once."""
         self._failure = asyncio.get_running_loop().create_future()
+        self._watch_task = asyncio.create_task(self._watch_heartbeat())
         if not self._try_start():
             self._hold_task = asyncio.create_task(self._wait_for_revision())
 
@@ -180,8 +206,9 @@ class AsyncEngine:
     async def stop(self) -> None:
         """End the child; open streams end as aborted."""
         self._is_stopping = True
-        if self._hold_task is not None:
-            self._hold_task.cancel()
+        for task in (self._hold_task, self._watch_task):
+            if task is not None:
+                task.cancel()
         self._fail_streams(RequestAbortedError("the server is shutting down"))
         if self._link is not None:
             self._link.send(Shutdown())
@@ -222,12 +249,35 @@ class AsyncEngine:
             if self._state is EngineState.HELD and self._try_start():
                 return
 
+    async def _watch_heartbeat(self) -> None:
+        """A child that fell silent keeps no client waiting: its streams end with an error, once."""
+        while not self._is_stopping:
+            await asyncio.sleep(min(1.0, self._settings.step_timeout_s / 4))
+            if not self.is_alive and self._streams:
+                _LOG.error("the engine has been silent for %.0f s; open requests end", self.snapshot_age_s or 0.0)
+                self._fail_streams(DeadlineExceededError("the engine has stopped answering"))
+
     # Requests
+
+    def require_available(self) -> None:
+        """Raise UnavailableError unless requests are taken now."""
+        if (
+            self._link is None
+            or not self._max_model_len
+            or self._state not in (EngineState.READY, EngineState.DRAINING)
+        ):
+            raise UnavailableError(f"the engine is {self._state.value}")
 
     def generate(self, requests: Collection[GenerationRequest]) -> GenerationStream:
         """Take all of the requests or none. Raises UnavailableError, OverloadedError or InvalidRequestError at once."""
-        if self._link is None or self._state not in (EngineState.READY, EngineState.DRAINING) or not self._max_model_len:
-            raise UnavailableError(f"the engine is {self._state.value}")
+        self.require_available()
+        assert self._link is not None
+        if len(requests) > self._settings.max_queue_len + self._settings.max_num_seqs:
+            raise InvalidRequestError(
+                f"{len(requests)} choices in one call; at most "
+                f"{self._settings.max_queue_len + self._settings.max_num_seqs} can ever be queued and run",
+                param="n",
+            )
         num_started = len(self._streams) - len(self._unstarted)
         limit = self._settings.max_queue_len + max(0, self._settings.max_num_seqs - num_started)
         if len(self._unstarted) + len(requests) > limit:
@@ -264,6 +314,8 @@ class AsyncEngine:
             self._on_outputs(message)
         elif isinstance(message, EngineSnapshot):
             self._snapshot = message
+            for event in message.oom_events:
+                self._note_oom(event)
         elif isinstance(message, RequestRefused):
             stream = self._forget(message.request_id)
             if stream is not None:
@@ -274,8 +326,8 @@ class AsyncEngine:
             self._fail(message.exit_code, message.termination)
 
     def _on_outputs(self, message: StepOutputs) -> None:
-        if self._on_step is not None:
-            self._on_step(message)
+        for observe in self._on_step:
+            observe(message)
         for output in message.outputs:
             self._unstarted.discard(output.request_id)
             ended = output.finish_reason is not None
@@ -292,10 +344,17 @@ class AsyncEngine:
             self._state = EngineState.READY
         _LOG.info("ready after %.1f s: %d blocks", self.uptime_s, message.snapshot.stats.num_blocks_total)
 
+    def _note_oom(self, event: OOMEvent) -> None:
+        """Count an event once: snapshots repeat the newest ones."""
+        if event.seq > self._oom_seq:
+            self._oom_seq = event.seq
+            self._oom_events.append(event)
+            self._oom_counts[event.phase, event.cause] += 1
+
     def _on_exit(self, code: int) -> None:
         if self._is_stopping or self._state is EngineState.FAILED:
             return
-        message = f"the engine child ended by signal {-code}" if code < 0 else f"the engine child ended with code {code}"
+        message = f"the engine child ended {f'by signal {-code}' if code < 0 else f'with code {code}'}"
         _LOG.error("%s", message)
         self._fail(
             int(ExitCode.INTERNAL), build_termination("InternalError", message, utilization=self._start_utilization)
@@ -305,11 +364,35 @@ class AsyncEngine:
         if self._is_stopping or self._state is EngineState.FAILED:
             return
         self._state, self._state_reason = EngineState.FAILED, str(termination.get("reason", ""))
+        if exit_code == ExitCode.DEVICE_OOM_AT_LOAD:
+            self._note_oom(_oom_event_of(termination, seq=self._oom_seq + 1))
+            termination = {**termination, "oom_seq": self._oom_seq}
         self._ledger.record(exit_code, termination, revision=self._revision)
         write_termination(self._settings.termination_log, termination)
         self._fail_streams(RequestAbortedError(f"the engine failed: {self._state_reason}"))
         if self._failure is not None and not self._failure.done():
             self._failure.set_result(EngineFailure(exit_code, termination))
+
+
+def _oom_event_of(termination: Mapping[str, object], *, seq: int) -> OOMEvent:
+    """An OOM while loading is known from the child's last words alone."""
+
+    def size_of(key: str) -> int | None:
+        value = termination.get(key)
+        return value if isinstance(value, int) else None
+
+    utilization = termination.get("utilization")
+    return OOMEvent(
+        seq=seq,
+        phase=OOMPhase(str(termination["phase"])),
+        cause=OOMCause(str(termination["cause"])),
+        utilization=utilization if isinstance(utilization, float) else 0.0,
+        message=str(termination.get("message", "")),
+        survived=False,
+        requested_bytes=size_of("requested_bytes"),
+        limit_bytes=size_of("limit_bytes"),
+        free_bytes=size_of("free_bytes"),
+    )
 
 
 def _refusal_error(refused: RequestRefused) -> EngineError:

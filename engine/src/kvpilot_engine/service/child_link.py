@@ -18,7 +18,7 @@ from kvpilot_engine.service.engine_process import ChildStart, run_engine_process
 
 
 class ChildLink:
-    """Built on the event loop's thread, which must be the main thread: the child dies with the thread that forked it."""
+    """Built on the event loop in the main thread: the kernel ends the child with the thread that forked it."""
 
     def __init__(
         self, start: ChildStart, *, on_message: Callable[[object], None], on_exit: Callable[[int], None]

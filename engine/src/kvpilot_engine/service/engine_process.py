@@ -14,9 +14,10 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 
+from kvpilot_engine.core.capacity import ResizeState
 from kvpilot_engine.core.engine_core import EngineCore
 from kvpilot_engine.core.memory_report import MemoryReport
 from kvpilot_engine.core.ports import Clock
@@ -125,9 +126,10 @@ class EngineLoop:
         self._model = model
         self._clock = clock
         self._runner = ObservedRunner(model.runner, clock)
-        self._core = EngineCore(
-            runner=self._runner, cache=model.cache, scheduler=model.scheduler, num_blocks=model.num_blocks
-        )
+        # The door (AsyncEngine) bounds the queue, counting free places of the batch too; between two steps all of
+        # what it let in waits here at once.
+        scheduler = replace(model.scheduler, max_queue_len=model.scheduler.max_queue_len + model.scheduler.max_num_seqs)
+        self._core = EngineCore(self._runner, num_blocks=model.num_blocks, cache=model.cache, scheduler=scheduler)
         self._stopping = False
         self._oom_events: deque[OOMEvent] = deque(maxlen=KEPT_OOM_EVENTS)
         self.oom_seq = 0
@@ -177,7 +179,7 @@ class EngineLoop:
 
     def _drain_commands(self) -> list[RequestRefused] | None:
         """Take everything that is there, waiting a moment only when idle. None: nothing came."""
-        timeout_s = 0.0 if self._core.has_unfinished() else min(TUNING_POLL_S, HEARTBEAT_S)
+        timeout_s = 0.0 if self._core.has_work else min(TUNING_POLL_S, HEARTBEAT_S)
         refused: list[RequestRefused] | None = None
         while self._connection.poll(timeout_s):
             timeout_s = 0.0
@@ -216,7 +218,7 @@ class EngineLoop:
 
     def _step(self) -> tuple[SequenceOutput, ...]:
         self._runner.reset()
-        if not self._core.has_unfinished():
+        if not self._core.has_work:
             return ()
         try:
             return tuple(self._core.step())
@@ -264,12 +266,15 @@ class EngineLoop:
                 request, wanted, f"{wanted:g} is below {floor:g}, the least that holds one request of full length"
             )
             return
-        self._core.resize(self._model.usable_blocks_at(wanted))
+        result = self._core.resize(self._model.usable_blocks_at(wanted))
+        if result.state is ResizeState.REJECTED:
+            self._reject(request, wanted, result.reason)
+            return
         self._note_progress(request.revision, wanted)
         _LOG.info("tuning revision %d: utilization %g %s", request.revision, wanted, self.tuning.state)
 
     def _note_progress(self, revision: int, wanted: float) -> None:
-        num_to_go = self._core.num_blocks_to_release
+        num_to_go = self._core.num_blocks_to_go
         self.tuning = TuningStatus(
             revision=revision,
             state="deferred" if num_to_go else "applied",
@@ -322,12 +327,12 @@ class EngineLoop:
 
     def _report_memory(self) -> MemoryReport:
         now = self._clock.monotonic()
+        stats = self._core.stats()
         if self._memory is None or now - self._memory_at >= MEMORY_REPORT_S:
-            stats = self._core.stats()
             self._memory = self._model.memory_report(
                 utilization=self.tuning.utilization,
                 num_usable_blocks=stats.num_blocks_total,
                 num_used_blocks=stats.num_blocks_used,
             )
             self._memory_at = now
-        return self._memory
+        return replace(self._memory, kv_used_bytes=stats.num_blocks_used * self._memory.kv_bytes_per_block)

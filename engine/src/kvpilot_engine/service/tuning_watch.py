@@ -51,6 +51,4 @@ class TuningFile:
         except TuningError as error:
             return TuningRequest(revision=self._revision, utilization=None, problem=str(error))
         self._revision = tuning.revision
-        return TuningRequest(
-            revision=tuning.revision, utilization=tuning.value_for(self._pod_uid, self._device)
-        )
+        return TuningRequest(revision=tuning.revision, utilization=tuning.value_for(self._pod_uid, self._device))

@@ -1,0 +1,23 @@
+"""The id of one HTTP call, in logs and in the answer: the client's `x-request-id` if it is sane, else a new one."""
+
+from __future__ import annotations
+
+import re
+import secrets
+
+from aiohttp import web
+
+REQUEST_ID_HEADER = "x-request-id"
+_SANE = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+_KEY = "kvpilot_request_id"
+
+
+def assign_request_id(request: web.Request) -> str:
+    wanted = request.headers.get(REQUEST_ID_HEADER, "")
+    request_id = wanted if _SANE.fullmatch(wanted) else secrets.token_hex(16)
+    request[_KEY] = request_id
+    return request_id
+
+
+def request_id_of(request: web.Request) -> str:
+    return str(request[_KEY])

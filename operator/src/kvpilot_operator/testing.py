@@ -211,7 +211,7 @@ class FakeKubeApi:
         value = copy.deepcopy(self._existing(ref))
         value["spec"]["replicas"] = replicas
         entries = [entry for entry in value["metadata"].get("managedFields", []) if entry["subresource"] != "scale"]
-        owned = {"f:spec": {"f:replicas": {}}}
+        owned: dict[str, Any] = {"f:spec": {"f:replicas": {}}}
         value["metadata"]["managedFields"] = [
             *entries, {"manager": manager, "operation": "Update", "subresource": "scale", "fieldsV1": owned}
         ]  # fmt: skip
@@ -273,6 +273,9 @@ def make_pod(
             "uid": uid or f"pod-{name}",
             "creationTimestamp": created_at,
             "labels": {"kvpilot.dev/deployment": deployment, **(labels or {})},
+            "ownerReferences": [
+                {"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": deployment, "uid": "rs", "controller": True}
+            ],
         },
         "spec": {"nodeName": "node1", "containers": [{"name": "engine"}]},
         "status": {

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+from kvpilot_operator.core.naming import ANNOTATION_RENDER_HASH, CONTAINER_ENGINE, LABEL_DEPLOYMENT, LABEL_TEMPLATE
 from kvpilot_operator.core.observation import (
     ChildObservation,
     EngineState,
@@ -18,9 +19,6 @@ from kvpilot_operator.core.observation import (
     Unknown,
 )
 from kvpilot_operator.core.timestamps import parse_time
-
-ENGINE_CONTAINER = "engine"
-TEMPLATE_LABEL = "kvpilot.dev/template"
 
 
 def observe_pod(pod: Mapping[str, Any], engine: EngineState | Unknown) -> ReplicaObservation:
@@ -39,7 +37,7 @@ def observe_pod(pod: Mapping[str, Any], engine: EngineState | Unknown) -> Replic
         unschedulable_message=_unschedulable_message(status),
         waiting_reason=waiting.get("reason", ""),
         waiting_message=waiting.get("message", ""),
-        template_hash=metadata.get("labels", {}).get(TEMPLATE_LABEL, ""),
+        template_hash=metadata.get("labels", {}).get(LABEL_TEMPLATE, ""),
         node=pod.get("spec", {}).get("nodeName", ""),
         pod_ip=status.get("podIP", ""),
         created_at=parse_time(metadata.get("creationTimestamp")),
@@ -59,15 +57,24 @@ def is_scrapable(pod: Mapping[str, Any]) -> bool:
     return bool(status.get("podIP")) and "running" in container.get("state", {})
 
 
-def observe_child(manifest: dict[str, Any], owner_uid: str) -> ChildObservation:
-    """One object that stands where a child of ours belongs; ours only if the owner's UID says so."""
+def observe_child(manifest: dict[str, Any], owner_name: str, owner_uid: str) -> ChildObservation:
+    """One object that stands where a child of ours belongs: ours by its controller's UID, or an orphan to take back."""
     metadata = manifest.get("metadata", {})
     return ChildObservation(
         kind=manifest.get("kind", ""),
         name=metadata.get("name", ""),
-        controlled=is_controlled_by(manifest, owner_uid),
+        controlled=is_controlled_by(manifest, owner_uid) or is_orphan_of(manifest, owner_name),
         manifest=manifest,
     )
+
+
+def is_orphan_of(manifest: Mapping[str, Any], owner_name: str) -> bool:
+    """Made by us for an object of this name, and without a controller since that was deleted with `--cascade=orphan`."""
+    metadata = manifest.get("metadata", {})
+    labels = metadata.get("labels") or {}
+    if labels.get(LABEL_DEPLOYMENT) != owner_name or ANNOTATION_RENDER_HASH not in (metadata.get("annotations") or {}):
+        return False
+    return not any(reference.get("controller") for reference in metadata.get("ownerReferences") or ())
 
 
 def is_controlled_by(manifest: Mapping[str, Any], owner_uid: str) -> bool:
@@ -88,7 +95,7 @@ def find_foreign_scaler(deployment: Mapping[str, Any], *, own_manager: str) -> s
         if manager == own_manager or manager.startswith("kubectl") or entry.get("subresource") != "scale":
             continue
         if "f:replicas" in ((entry.get("fieldsV1") or {}).get("f:spec") or {}):
-            return "HorizontalPodAutoscaler" if manager == "kube-controller-manager" else manager
+            return f"({manager} through /scale)"
     return ""
 
 
@@ -104,7 +111,7 @@ def deployment_conditions(deployment: Mapping[str, Any]) -> tuple[dict[str, str]
 def _engine_status(statuses: object) -> Mapping[str, Any]:
     if not isinstance(statuses, list):
         return {}
-    return next((status for status in statuses if status.get("name") == ENGINE_CONTAINER), {})
+    return next((status for status in statuses if status.get("name") == CONTAINER_ENGINE), {})
 
 
 def _waiting(status: Mapping[str, Any], container: Mapping[str, Any]) -> Mapping[str, Any]:

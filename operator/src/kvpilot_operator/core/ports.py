@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple, Protocol
 
+from kvpilot_operator.core.keys import NamespacedName
 from kvpilot_operator.core.observation import EngineState, Unknown
 from kvpilot_operator.core.resources import ApiResource
 
@@ -77,6 +78,18 @@ class EngineClient(Protocol):
     async def fetch_states(self, targets: Sequence[EngineTarget]) -> dict[str, EngineState | Unknown]:
         """State by pod UID, for every target; bounded in time and in concurrency."""
         ...
+
+
+class Recorder(Protocol):
+    """Where the figures of each object go (metrics)."""
+
+    def set_object(
+        self, key: NamespacedName, *, replicas: Mapping[str, int], utilization: float | None
+    ) -> None: ...
+
+    def count_oom(self, key: NamespacedName, kind: str) -> None: ...
+
+    def forget_object(self, key: NamespacedName) -> None: ...
 
 
 class Clock(Protocol):

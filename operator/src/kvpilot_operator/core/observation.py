@@ -113,7 +113,7 @@ class Termination:
     """The termination message: our JSON line, or anything."""
     finished_at: datetime | None
     run: int | None = None
-    """Which run of the container ended: its restart count then. `state.terminated` and a waiting container's `lastState`
+    """Which run of the container ended: its restart count then. `state.terminated` and a waiting one's `lastState`
     belong to the present restart count, a running container's `lastState` to the one before. None: can't be told."""
 
 

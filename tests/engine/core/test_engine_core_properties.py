@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -51,11 +51,12 @@ class EngineMachine(RuleBasedStateMachine):
         self.collector = OutputCollector()
         self.requests: dict[RequestId, GenerationRequest] = {}
         self.target = NUM_BLOCKS
+        self.budget = budget
 
     @rule(
-        prompt_len=st.integers(1, MAX_MODEL_LEN),
+        prompt_len=st.integers(1, 4) | st.integers(1, MAX_MODEL_LEN),
         first=st.integers(0, 2),
-        max_tokens=st.integers(1, 24),
+        max_tokens=st.integers(1, 8) | st.integers(20, 35),
         salt=st.sampled_from(["", "", "s"]),
         stop=st.integers(0, 999),
     )
@@ -77,11 +78,15 @@ class EngineMachine(RuleBasedStateMachine):
         else:
             self.requests[request.request_id] = request
 
-    @rule(num_steps=st.integers(1, 8))
+    @rule(num_steps=st.integers(1, 4) | st.integers(10, 30))
     def step(self, num_steps: int) -> None:
         for _ in range(num_steps):
             self.collector.take(self.engine.step())
             self.engine.check_invariants()
+            if self.runner.plans:
+                plan = self.runner.plans[-1]
+                assert not set(plan.preempted) & {scheduled.request_id for scheduled in plan.scheduled}
+                assert plan.num_tokens <= self.budget
 
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
@@ -150,3 +155,46 @@ TestEngineMachine = EngineMachine.TestCase
 TestEngineMachine.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 6), st.integers(20, 42), st.integers(0, 12)), min_size=4, max_size=8),
+    budget=st.integers(1, 12),
+    num_blocks=st.integers(12, 16),
+    caching=st.booleans(),
+    oom_every=st.integers(2, 30),
+)
+def test_tokens_are_right_under_heavy_preemption(
+    shapes: list[tuple[int, int, int]], budget: int, num_blocks: int, caching: bool, oom_every: int
+) -> None:
+    """Short prompts with long outputs get past the reserve and then fight for a pool that holds about one."""
+    runner = FakeModelRunner(block_size=BLOCK_SIZE)
+    engine = make_engine_core(
+        runner,
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        enable_prefix_caching=caching,
+        max_num_batched_tokens=budget,
+        max_model_len=48,
+    )
+    collector = OutputCollector()
+    requests = []
+    for i, (prompt_len, max_tokens, num_steps) in enumerate(shapes):
+        requests.append(make_request(f"r{i}", range(i % 3, i % 3 + prompt_len), max_tokens=max_tokens))
+        engine.add_request(requests[-1])
+        for step in range(num_steps):
+            if step % oom_every == oom_every - 1:
+                runner.failures.append(DeviceOutOfMemoryError("no memory", phase=OOMPhase.DECODE, cause=OOMCause.OWN))
+                with pytest.raises(DeviceOutOfMemoryError):
+                    engine.step()
+                engine.check_invariants()
+            collector.take(engine.step())
+            engine.check_invariants()
+    collector.run(engine)
+    for request in requests:
+        assert collector.token_ids[request.request_id] == compute_expected_tokens(request)
+        assert collector.final[request.request_id].finish_reason is FinishReason.LENGTH
+    for plan in runner.plans:
+        assert not set(plan.preempted) & {scheduled.request_id for scheduled in plan.scheduled}
+        assert plan.num_tokens <= budget

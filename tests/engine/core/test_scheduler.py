@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -129,10 +131,25 @@ def test_a_full_pool_preempts_and_the_victim_returns_before_later_arrivals() -> 
     assert bench.scheduler.counters.num_preemptions == 1
 
 
+def test_a_victim_that_was_already_planned_leaves_its_share_to_others() -> None:
+    """`needy` is planned after `victim` and takes its block: the victim leaves the plan, and `last` gets its token."""
+    names = ("oldest", "old", "victim", "needy", "last")
+    prompts = (9, 9, 5, 8, 9)
+    bench = Bench(*(distinct(name, n, max_tokens=8) for name, n in zip(names, prompts, strict=True)), num_blocks=64)
+    bench.step()
+    bench.scheduler._settings = replace(bench.scheduler._settings, max_num_batched_tokens=4)
+    pool = bench.kv_cache.pool
+    assert pool.allocate(pool.num_available) is not None
+    plan = bench.scheduler.schedule()
+    assert plan.preempted == ("victim",)
+    assert [s.request_id for s in plan.scheduled] == ["oldest", "old", "needy", "last"]
+
+
+@pytest.mark.parametrize("budget", [3, 64])
 @pytest.mark.parametrize("caching", [True, False])
-def test_tokens_computed_again_are_counted_and_are_no_prefix_hits(caching: bool) -> None:
+def test_tokens_computed_again_are_counted_and_are_no_prefix_hits(caching: bool, budget: int) -> None:
     requests = [distinct("a", 7, max_tokens=20), distinct("b", 7, max_tokens=20)]
-    bench = Bench(*requests, num_blocks=7, caching=caching)
+    bench = Bench(*requests, num_blocks=7, caching=caching, budget=budget)
     lost = 0
     while len(bench.scheduler):
         computed = {s.request_id: s.num_computed_tokens for s in bench.scheduler._running.values()}
@@ -146,6 +163,27 @@ def test_tokens_computed_again_are_counted_and_are_no_prefix_hits(caching: bool)
     assert 0 < counters.num_recomputed_tokens <= lost
     if not caching:
         assert counters.num_recomputed_tokens == lost
+
+
+def test_a_prefix_found_again_after_a_preemption_is_not_told_as_cached() -> None:
+    bench = Bench(distinct("a", 7, max_tokens=6), distinct("b", 16, max_tokens=8), num_blocks=9)
+    bench.step()
+    pool = bench.kv_cache.pool
+    ballast = pool.allocate(pool.num_available)
+    assert ballast is not None
+    while not bench.scheduler.num_swapped_out:
+        plan = bench.scheduler.schedule()
+        bench.scheduler.update_from_output(plan, bench.runner.execute(plan))
+    pool.free(ballast)
+    restarts = []
+    finals = []
+    while len(bench.scheduler):
+        plan, outputs = bench.step()
+        restarts += [s.start_position for s in plan.scheduled if s.request_id == "b"]
+        finals += [output for output in outputs if output.finish_reason is not None]
+    assert restarts[0] == 16
+    assert [output.num_cached_tokens for output in finals] == [0, 0]
+    assert bench.scheduler.counters.num_prefix_hits == 0
 
 
 def make_requests(shapes: list[tuple[int, int]]) -> list[GenerationRequest]:

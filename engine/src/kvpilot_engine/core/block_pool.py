@@ -232,6 +232,7 @@ class BlockPool:
         assert self.num_used == len(references), "used is miscounted"
         assert self.num_free + self.num_cached + self.num_used + self.num_held_out == self.num_blocks
         assert self._num_to_hold_out >= 0
+        assert not (self._num_to_hold_out and self._free), "a block is free that the cap forbids"
 
     def _evict(self, block: KVBlock) -> None:
         if block.block_hash is not None:

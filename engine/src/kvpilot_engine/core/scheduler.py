@@ -116,7 +116,7 @@ class Scheduler:
         planning = _Planning(self._settings.max_num_batched_tokens)
         self._plan_running(planning)
         if not planning.preempted:
-            # Whoever was just preempted would otherwise be the first to take the blocks back.
+            # The preempted one is first in the queue now; a plan that takes its blocks must not bring it back.
             self._plan_waiting(planning)
         self._kv_cache.pool.hold_out_due()
         plan = SchedulerOutput(

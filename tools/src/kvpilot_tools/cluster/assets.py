@@ -139,8 +139,8 @@ class AssetStore:
         if go is None:
             names = ", ".join(asset.name for asset in missing)
             raise RequirementError(
-                f"missing: {names}; there is no `go` on PATH to build them. Install Go 1.24 or newer, or put these"
-                f" binaries (Kubernetes {KUBERNETES_VERSION}, etcd {ETCD_VERSION}) into a folder that KVPILOT_ASSETS names."
+                f"missing: {names}; there is no `go` on PATH to build them. Install Go 1.24 or newer, or put them"
+                f" (Kubernetes {KUBERNETES_VERSION}, etcd {ETCD_VERSION}) into a folder and name it in KVPILOT_ASSETS."
             )
         for number, asset in enumerate(missing, start=1):
             with self._building(progress):

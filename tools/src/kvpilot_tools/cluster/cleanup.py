@@ -22,6 +22,8 @@ CNI_NETWORK = "kvpilot"
 _SHIM_SOCKETS = Path("/run/containerd/s")
 _CNI_RESULTS = Path("/var/lib/cni/results")
 _CONTAINER_LOGS = Path("/var/log/containers")
+# The kubelet makes a socket for device plugins here, wherever its own root is.
+KUBELET_DEFAULT = Path("/var/lib/kubelet")
 _OUR_PROGRAMS = frozenset(
     {
         "etcd",
@@ -87,9 +89,15 @@ def _remove_node(layout: ClusterLayout, record: ClusterRecord | None) -> None:
         if link.is_symlink() and layout.root in link.readlink().parents:
             link.unlink()
     engine_env.remove()
-    for folder in (_SHIM_SOCKETS, _SHIM_SOCKETS.parent, _CNI_RESULTS, _CNI_RESULTS.parent, _CONTAINER_LOGS):
-        with contextlib.suppress(OSError):  # it stays when others use it too
+    if record is not None and not record.had_kubelet_folder:
+        mounts.remove_tree(KUBELET_DEFAULT)
+    for folder in (_SHIM_SOCKETS, _CNI_RESULTS):
+        # Empty ones go; what others use too stays.
+        with contextlib.suppress(OSError):
             folder.rmdir()
+            folder.parent.rmdir()
+    with contextlib.suppress(OSError):
+        _CONTAINER_LOGS.rmdir()
 
 
 def _remove_shim_sockets(layout: ClusterLayout) -> None:

@@ -7,11 +7,15 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvpilot_tools.cluster.assets import ALL_ASSETS, API_ONLY_ASSETS, AssetStore
 from kvpilot_tools.cluster.errors import ClusterError, RequirementError
 from kvpilot_tools.cluster.layout import DEFAULT_NAME, ClusterLayout, layout_for
 from kvpilot_tools.cluster.progress import Progress
+
+if TYPE_CHECKING:
+    from kvpilot_tools.cluster.images import ImageStore
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,6 +59,25 @@ def build_parser() -> argparse.ArgumentParser:
     status = commands.add_parser("status", help="what runs; exit status 3 when it is not ready")
     _add_name(status)
     status.set_defaults(run=_status)
+
+    load = commands.add_parser("load-image", help="give an image to the node: an archive, or one that was built here")
+    load.add_argument("image", metavar="ARCHIVE.tar|IMAGE")
+    _add_name(load)
+    load.set_defaults(run=_load_image)
+
+    base = commands.add_parser("base-image", help="make the base image of the local builds, once")
+    base.add_argument("--load", action="store_true", help="and give it to the node")
+    _add_name(base)
+    base.set_defaults(run=_base_image)
+
+    image = commands.add_parser("build-image", help="build a Dockerfile on the base image")
+    image.add_argument("dockerfile", type=Path)
+    image.add_argument("--tag", required=True)
+    image.add_argument("--context", type=Path, help="the folder to build in (default: the Dockerfile's)")
+    image.add_argument("--if-missing", action="store_true", help="do nothing when the tag is there")
+    image.add_argument("--load", action="store_true", help="and give it to the node")
+    _add_name(image)
+    image.set_defaults(run=_build_image)
 
     kubeconfig = commands.add_parser("kubeconfig", help="print the path of the kubeconfig")
     _add_name(kubeconfig)
@@ -149,6 +172,63 @@ def _status(options: argparse.Namespace, _progress: Progress) -> int:
         print(f"  stopped: {', '.join(state.stopped)} (`kvpilot-cluster up` starts afresh)")
     print(f"  kubeconfig: {layout.kubeconfig}\n  logs: {layout.logs}")
     return 0 if state.is_ready else 3
+
+
+def _load_image(options: argparse.Namespace, progress: Progress) -> int:
+    from kvpilot_tools.cluster import node
+    from kvpilot_tools.cluster.images import ImageStore
+
+    layout = layout_for(options.name)
+    _existing_kubeconfig(layout)
+    if Path(options.image).is_file():
+        node.import_image(layout, Path(options.image).resolve())
+    else:
+        store = ImageStore(os.environ, progress)
+        store.prepare()
+        if not store.has(options.image):
+            raise RequirementError(f"{options.image!r} is neither a file nor an image that was built here")
+        store.load(options.image, layout)
+    print(f"kvpilot-cluster load-image: {options.image} is on the node after {progress.elapsed_s:.1f} s")
+    return 0
+
+
+def _base_image(options: argparse.Namespace, progress: Progress) -> int:
+    from kvpilot_tools.cluster.images import BASE_REFERENCE, ImageStore
+
+    store = ImageStore(os.environ, progress)
+    store.prepare()
+    made = store.make_base()
+    if options.load:
+        _load_if_missing(store, BASE_REFERENCE, options.name)
+    print(
+        f"kvpilot-cluster base-image: {BASE_REFERENCE} {'made' if made else 'was there'} ({progress.elapsed_s:.1f} s)"
+    )
+    return 0
+
+
+def _build_image(options: argparse.Namespace, progress: Progress) -> int:
+    from kvpilot_tools.cluster.images import ImageStore
+
+    store = ImageStore(os.environ, progress)
+    store.prepare()
+    was_there = options.if_missing and store.has(options.tag)
+    if not was_there:
+        store.make_base()
+        store.build(options.dockerfile, options.tag, options.context or options.dockerfile.resolve().parent)
+    if options.load:
+        _load_if_missing(store, options.tag, options.name, is_new=not was_there)
+    what = "was there" if was_there else "built"
+    print(f"kvpilot-cluster build-image: {options.tag} {what} ({progress.elapsed_s:.1f} s)")
+    return 0
+
+
+def _load_if_missing(store: ImageStore, reference: str, name: str, *, is_new: bool = False) -> None:
+    from kvpilot_tools.cluster import node
+
+    layout = layout_for(name)
+    _existing_kubeconfig(layout)
+    if is_new or reference not in node.image_names(layout):
+        store.load(reference, layout)
 
 
 def _kubeconfig(options: argparse.Namespace, _progress: Progress) -> int:

@@ -7,6 +7,7 @@ is no repair.
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from pathlib import Path
 from kvpilot_tools.cluster import engine_env, network
 from kvpilot_tools.cluster.api_server import START_ATTEMPTS, lost_a_port
 from kvpilot_tools.cluster.assets import ALL_ASSETS, AssetStore
-from kvpilot_tools.cluster.cleanup import remove_cluster
+from kvpilot_tools.cluster.cleanup import KUBELET_DEFAULT, remove_cluster
 from kvpilot_tools.cluster.control_plane import ControlPlane
 from kvpilot_tools.cluster.errors import RequirementError, StartError
 from kvpilot_tools.cluster.layout import ClusterLayout
@@ -71,7 +72,11 @@ def up(
     with locked(layout, progress):
         state = inspect(layout, binaries)
         was_running = state is not None and state.is_ready and state.record.has_node
-        result = UpResult(was_running=True) if was_running else _start(layout, binaries, gpus, environ, progress)
+        if state is not None and was_running:
+            result = UpResult(was_running=True)
+            _renew_gpus(layout, state.record, binaries, gpus)
+        else:
+            result = _start(layout, binaries, gpus, environ, progress)
         if environment is not None:
             engine_env.link(environment, progress)
     return result
@@ -94,6 +99,13 @@ def inspect(layout: ClusterLayout, binaries: Mapping[str, Path]) -> ClusterState
     stopped = tuple(daemon.name for daemon in daemons if daemon.name not in running)
     is_ready = not stopped and plane.client().is_ready() and (not record.has_node or Node(plane).is_ready())
     return ClusterState(record, running, stopped, is_ready)
+
+
+def _renew_gpus(layout: ClusterLayout, record: ClusterRecord, binaries: Mapping[str, Path], gpus: int) -> None:
+    if record.gpus != gpus:
+        wanted = dataclasses.replace(record, gpus=gpus)
+        wanted.save(layout.settings_file)
+        Node(ControlPlane(layout, wanted, binaries)).offer_gpus(gpus)
 
 
 def _start(
@@ -143,6 +155,7 @@ def _start_once(
         node_ip=network.node_address(),
         gpus=gpus,
         machine_before=network.read_settings(),
+        had_kubelet_folder=KUBELET_DEFAULT.exists(),
         tables_before={family: network.tables_of(network.save_rules(family)) for family in network.FAMILIES},
     )
     record.save(layout.settings_file)

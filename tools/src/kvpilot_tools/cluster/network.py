@@ -16,7 +16,7 @@ from typing import Any
 
 from kvpilot_tools.cluster.control_plane import POD_RANGE
 from kvpilot_tools.cluster.errors import CleanupError, RequirementError, StartError
-from kvpilot_tools.cluster.requirements import require_program
+from kvpilot_tools.cluster.requirements import find_program, require_program
 
 BRIDGE = "kvpilot0"
 OWN_PREFIXES = ("KVPILOT-", "KUBE-")
@@ -110,7 +110,7 @@ def own_chains(saved: str) -> dict[str, list[str]]:
 
 
 def build_removal(saved: str) -> str:
-    """Return what `iptables-restore --noflush` needs to take our chains out of a saved rule set; empty: there are none."""
+    """Return the script for `iptables-restore --noflush` that takes our chains out; empty: there are none."""
     chains = own_chains(saved)
     script: list[str] = []
     table = ""
@@ -172,9 +172,18 @@ def remove_rules(tables_before: Mapping[str, list[str]]) -> None:
         if family in tables_before:
             new = [name for name in empty_tables(save_rules(family)) if name not in tables_before[family]]
             for table in new:
-                # With nftables underneath, built-in chains are made by the first use; deleting all chains of an
-                # otherwise empty table takes them away again. The older kind refuses, and shows the table anyway.
-                _run(family, "-t", table, "-X")
+                _remove_empty_table(family, table)
+
+
+def _remove_empty_table(family: str, table: str) -> None:
+    """Take away a table that came into being by its first use; only iptables over nftables makes such tables."""
+    nft = find_program("nft")
+    if nft is None or "nf_tables" not in _run(family, "--version"):
+        return
+    _run(family, "-t", table, "-X")  # takes the empty built-in chains away
+    protocol = "ip" if family == "iptables" else "ip6"
+    if "chain" not in _run("nft", "list", "table", protocol, table, is_optional=True):
+        _run("nft", "delete", "table", protocol, table, is_optional=True)
 
 
 def remove_links() -> None:

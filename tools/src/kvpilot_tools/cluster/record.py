@@ -71,6 +71,8 @@ class ClusterRecord:
     """Kernel settings by name, as they were before we changed them."""
     tables_before: dict[str, list[str]] = field(default_factory=dict)
     """Packet-filter tables by family, as they were."""
+    had_kubelet_folder: bool = True
+    """Whether the kubelet's default folder was there before; ours is elsewhere, but it makes this one too."""
 
     def save(self, file: Path) -> None:
         """Write the file in one step."""

@@ -8,11 +8,21 @@ server does to objects beyond that is tested against the real server.
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from kvpilot_operator.core.observation import EngineLoad, EngineMemory, EngineState, EngineTuning, Unknown
+from kvpilot_operator.core.observation import (
+    DeploymentObservation,
+    EngineLoad,
+    EngineMemory,
+    EngineState,
+    EngineTuning,
+    ReplicaObservation,
+    Termination,
+    Unknown,
+)
 from kvpilot_operator.core.ports import EngineTarget, Manifest
 from kvpilot_operator.core.resources import (
     DEPLOYMENTS,
@@ -171,6 +181,11 @@ class FakeKubeApi:
         if ref in self.objects:
             raise ConflictError(f"event {ref[2]} exists already")
         self._store(ref, copy.deepcopy(manifest))
+
+    async def patch_event(self, namespace: str, name: str, patch: Mapping[str, Any]) -> None:
+        self._before_write("patch", "events", name)
+        ref = _ref(EVENTS, namespace, name)
+        self._store(ref, _merge_patch(self._existing(ref), patch))
 
     async def get_lease(self, namespace: str, name: str) -> Manifest | None:
         return await self.get_object(LEASES, namespace, name)
@@ -332,6 +347,46 @@ def make_engine_state(**changes: Any) -> EngineState:
         "tuning": EngineTuning(revision=1, state="applied", utilization=0.9, reason=""),
     }
     return EngineState(**{**values, **changes})
+
+
+def make_replica(
+    name: str = "pod-0", *, load: EngineLoad | Unknown | None = None, **changes: Any
+) -> ReplicaObservation:
+    """A ready, idle replica seen at START, changed by keyword; `load` replaces that of its engine."""
+    values: dict[str, Any] = {
+        "name": name,
+        "uid": f"uid-{name}",
+        "ready": True,
+        "terminating": False,
+        "phase": "Running",
+        "scheduled": True,
+        "template_hash": "t1",
+        "created_at": START,
+        "started_at": START,
+        "engine": make_engine_state() if load is None else make_engine_state(load=load),
+    }
+    return ReplicaObservation(**{**values, **changes})
+
+
+def make_observation(*replicas: ReplicaObservation, **changes: Any) -> DeploymentObservation:
+    """A settled Deployment that wants exactly these replicas, changed by keyword."""
+    values: dict[str, Any] = {"generation": 1, "replicas_wanted": len(replicas), "replicas": replicas}
+    return DeploymentObservation(**{**values, **changes})
+
+
+def make_termination(
+    exit_code: int, *, reason: str = "Error", report: Mapping[str, Any] | None = None, **changes: Any
+) -> Termination:
+    """The end of a container's first run, at START; `report` is the engine's JSON line."""
+    message = "" if report is None else json.dumps(report)
+    values: dict[str, Any] = {
+        "exit_code": exit_code,
+        "reason": reason,
+        "message": message,
+        "finished_at": START,
+        "run": 0,
+    }
+    return Termination(**{**values, **changes})
 
 
 def _ref(resource: ApiResource, namespace: str, name: str) -> _Ref:

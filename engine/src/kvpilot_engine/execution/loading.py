@@ -1,0 +1,232 @@
+"""From settings to a warm engine: open, check that it fits, load, warm up, lay out the KV pool.
+
+What can't fit is refused before the weights are read: their size is known from the checkpoint's header. The pool is
+laid out for the highest share that tuning may set, and the caller holds back the blocks above the present one
+(usable_blocks_at): pages that no block has used yet take no memory, so the layout is free. A lowered cap therefore
+stops growth at once, but pages once used stay resident until the process ends.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from kvpilot_engine.core.memory_report import MemoryReport
+from kvpilot_engine.core.ports import ModelRunner
+from kvpilot_engine.core.settings import CacheSettings, SchedulerSettings
+from kvpilot_engine.errors import DeviceOutOfMemoryError, OOMPhase, SettingsError
+from kvpilot_engine.execution.activation_peak import activation_bound_bytes, build_warmup_plan, measure_peak_growth
+from kvpilot_engine.execution.allocation_failure import is_allocation_failure, to_device_oom
+from kvpilot_engine.execution.cpu_threads import container_cpus
+from kvpilot_engine.execution.device_memory import DeviceMemory, HostMemory
+from kvpilot_engine.execution.fault_injection import FaultInjection
+from kvpilot_engine.execution.kv_cache_tensors import KVCacheTensors, kv_bytes_per_block
+from kvpilot_engine.execution.memory_budget import MemoryBudget
+from kvpilot_engine.execution.settings import ExecutionSettings
+from kvpilot_engine.execution.torch_model_runner import TorchModelRunner
+from kvpilot_engine.models.config import LlamaConfig
+from kvpilot_engine.models.llama import LlamaForCausalLM
+from kvpilot_engine.models.registry import load_model
+from kvpilot_engine.models.weights import WeightSource, open_weights
+
+DEVICE_NAME = "cpu"
+WEIGHT_BYTES = 4
+
+OnProgress = Callable[[str, int, int], None]
+"""Called with (stage, done, of): stages are `weights` and `warmup`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedEngine:
+    """A warm model and the arithmetic of its memory."""
+
+    runner: ModelRunner
+    cache: CacheSettings
+    scheduler: SchedulerSettings
+    """With max_model_len resolved."""
+    num_blocks: int
+    """Blocks that the storage holds, the null block not counted: as many as the highest share allows."""
+    vocab_size: int
+    budget: MemoryBudget
+    memory: DeviceMemory
+    device_name: str = DEVICE_NAME
+
+    @property
+    def max_model_len(self) -> int:
+        return self.scheduler.max_model_len
+
+    def usable_blocks_at(self, utilization: float) -> int:
+        """Blocks that a share allows, never more than exist."""
+        return min(self.num_blocks, self.budget.num_blocks_at(utilization))
+
+    def memory_report(self, *, utilization: float, num_usable_blocks: int, num_used_blocks: int) -> MemoryReport:
+        """Where every byte is now; the caller knows the share and the blocks in force."""
+        budget = self.budget
+        total, process = self.memory.total_bytes(), self.memory.process_bytes()
+        free = self.memory.free_bytes()
+        return MemoryReport(
+            device=self.device_name,
+            device_total_bytes=total,
+            device_free_bytes=free,
+            utilization=utilization,
+            limit_bytes=budget.limit_bytes(utilization),
+            process_base_bytes=budget.process_base_bytes,
+            weights_bytes=budget.weights_bytes,
+            activations_peak_bytes=budget.activations_peak_bytes,
+            kv_reserved_bytes=num_usable_blocks * budget.bytes_per_block,
+            kv_used_bytes=num_used_blocks * budget.bytes_per_block,
+            kv_bytes_per_block=budget.bytes_per_block,
+            kv_tokens=num_usable_blocks * budget.block_size,
+            max_model_len=self.max_model_len,
+            min_utilization=budget.min_utilization(self.max_model_len),
+            process_total_bytes=process,
+            other_processes_bytes=max(0, total - free - process),
+        )
+
+
+def load_engine(
+    settings: ExecutionSettings,
+    cache: CacheSettings,
+    scheduler: SchedulerSettings,
+    *,
+    on_progress: OnProgress | None = None,
+    memory: HostMemory | None = None,
+    faults: FaultInjection | None = None,
+) -> LoadedEngine:
+    """Load a model for one process.
+
+    Raises SettingsError, ModelNotFoundError, DoesNotFitError, or DeviceOutOfMemoryError (phase load or warmup).
+    """
+    check_settings(settings)
+    torch.set_num_threads(settings.num_threads or container_cpus())
+    memory = memory or HostMemory(override_bytes=settings.device_memory_bytes)
+    faults = faults or FaultInjection.from_environ(os.environ)
+    phase = OOMPhase.LOAD
+    try:
+        faults.pass_by(phase)
+        _open_thread_pools()
+        base_bytes = memory.process_bytes()
+        with open_weights(settings.model) as source:
+            config = source.config
+            early = _build_budget(settings, cache, scheduler, config, memory, base_bytes, measured_peak=0)
+            max_model_len = _resolve_length(settings, early, config)
+            model = _load_weights(source, max_model_len, on_progress)
+        phase = OOMPhase.WARMUP
+        faults.pass_by(phase)
+        _report(on_progress, "warmup", 0, 1)
+        peak = _measure_warmup(model, cache, replace(scheduler, max_model_len=max_model_len), memory)
+        _report(on_progress, "warmup", 1, 1)
+        budget = _build_budget(settings, cache, scheduler, config, memory, base_bytes, measured_peak=peak)
+        # a longer length than the early one would not have tables: the measured peak can only shorten it
+        max_model_len = min(max_model_len, _resolve_length(settings, budget, config))
+        num_blocks = budget.num_blocks_at(max(settings.memory_utilization, settings.max_memory_utilization))
+        kv_cache = KVCacheTensors(config, num_blocks=num_blocks, block_size=cache.block_size)
+        return LoadedEngine(
+            runner=TorchModelRunner(model, kv_cache, memory, faults),
+            cache=cache,
+            scheduler=replace(scheduler, max_model_len=max_model_len),
+            num_blocks=num_blocks,
+            vocab_size=config.vocab_size,
+            budget=budget,
+            memory=memory,
+        )
+    except DeviceOutOfMemoryError as error:
+        # the warm-up's own steps report their own phase; for the caller it is the start that failed
+        error.phase = phase
+        raise
+    except (RuntimeError, MemoryError) as error:
+        if not is_allocation_failure(error):
+            raise
+        failure = to_device_oom(error, phase, memory)
+    raise failure
+
+
+def check_settings(settings: ExecutionSettings) -> None:
+    """Refuse what this build can't do; SettingsError lists everything."""
+    problems = []
+    if settings.device != DEVICE_NAME:
+        problems.append(f"device is {settings.device!r}; supported: {DEVICE_NAME}")
+    if settings.dtype not in ("auto", "float32"):
+        problems.append(f"dtype is {settings.dtype!r}; supported on {DEVICE_NAME}: auto, float32")
+    for name in ("memory_utilization", "max_memory_utilization"):
+        share = getattr(settings, name)
+        if not 0.0 < share <= 1.0:
+            problems.append(f"{name} is {share}; it must be greater than 0 and at most 1")
+    for name in ("device_memory_bytes", "num_threads", "num_blocks_override", "kv_cache_memory_bytes", "max_model_len"):
+        value = getattr(settings, name)
+        if value is not None and value < 1:
+            problems.append(f"{name} is {value}; it must be at least 1")
+    if problems:
+        raise SettingsError(problems)
+
+
+def _open_thread_pools() -> None:
+    """Run one parallel region of each kind now: a first one at a memory limit ends the process without an exception."""
+    torch.mm(torch.zeros(512, 512), torch.zeros(512, 512))
+    torch.zeros(1 << 20).add_(1.0)
+
+
+def _resolve_length(settings: ExecutionSettings, budget: MemoryBudget, config: LlamaConfig) -> int:
+    limit = config.max_position_embeddings
+    if settings.max_model_len is not None and settings.max_model_len > limit:
+        raise SettingsError([f"max_model_len is {settings.max_model_len}; the model's limit is {limit}"])
+    return budget.resolve_max_model_len(settings.memory_utilization, settings.max_model_len, limit)
+
+
+def _build_budget(
+    settings: ExecutionSettings,
+    cache: CacheSettings,
+    scheduler: SchedulerSettings,
+    config: LlamaConfig,
+    memory: HostMemory,
+    base_bytes: int,
+    *,
+    measured_peak: int,
+) -> MemoryBudget:
+    per_block = kv_bytes_per_block(config, cache.block_size)
+    limits = [
+        limit
+        for limit in (
+            settings.num_blocks_override,
+            None if settings.kv_cache_memory_bytes is None else settings.kv_cache_memory_bytes // per_block,
+        )
+        if limit is not None
+    ]
+    longest = settings.max_model_len or config.max_position_embeddings
+    # rotary tables are part of the weights' lifetime
+    tables = 2 * longest * (config.head_dim // 2) * WEIGHT_BYTES
+    return MemoryBudget(
+        total_bytes=memory.total_bytes(),
+        process_base_bytes=base_bytes,
+        weights_bytes=config.num_parameters * WEIGHT_BYTES + tables,
+        activations_peak_bytes=max(measured_peak, activation_bound_bytes(config, scheduler, longest)),
+        bytes_per_block=per_block,
+        block_size=cache.block_size,
+        num_blocks_limit=min(limits) if limits else None,
+    )
+
+
+def _load_weights(source: WeightSource, max_model_len: int, on_progress: OnProgress | None) -> LlamaForCausalLM:
+    return load_model(
+        source,
+        max_positions=max_model_len,
+        on_progress=lambda done, of: _report(on_progress, "weights", done, of),
+    )
+
+
+def _measure_warmup(
+    model: LlamaForCausalLM, cache: CacheSettings, scheduler: SchedulerSettings, memory: HostMemory
+) -> int:
+    """One step at the token budget and the batch limit, on a cache of the null block alone. 0 when not measurable."""
+    null_only = KVCacheTensors(model.config, num_blocks=0, block_size=cache.block_size)
+    runner = TorchModelRunner(model, null_only, memory)
+    plan = build_warmup_plan(scheduler, scheduler.max_model_len)
+    return measure_peak_growth(memory, lambda: runner.execute(plan)) or 0
+
+
+def _report(on_progress: OnProgress | None, stage: str, done: int, of: int) -> None:
+    if on_progress is not None:
+        on_progress(stage, done, of)

@@ -1,0 +1,31 @@
+"""Settings of the execution part. Composed and loaded by `kvpilot_engine.settings`; checked by loading.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutionSettings:
+    model: Path
+    """A GGUF file, a folder with exactly one, or a Hugging Face folder (see models/source.py for other spellings)."""
+    dtype: str = "auto"
+    """auto | float32. auto is float32 on the CPU, the only one there for now."""
+    device: str = "cpu"
+    """cpu."""
+    memory_utilization: float = 0.90
+    """Share of the device's total memory for this process, 0..1."""
+    max_memory_utilization: float = 0.95
+    """Highest share that tuning may set later: the KV pool's address space is laid out for it (untouched pages cost no
+    memory), so that a raised cap needs no restart."""
+    device_memory_bytes: int | None = None
+    """Total memory of the device; None: the container's limit, or the machine's memory where there is none."""
+    num_threads: int | None = None
+    """Threads of a matrix product; None: the container's CPU quota, at least 1."""
+    num_blocks_override: int | None = None
+    """Use at most this many KV blocks, however many fit; None: as many as fit."""
+    kv_cache_memory_bytes: int | None = None
+    """Use at most this much memory for KV blocks; None: what is left of the share."""
+    max_model_len: int | None = None
+    """Longest sequence in tokens; None: the longest that fits, at most the model's own limit."""

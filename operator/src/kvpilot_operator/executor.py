@@ -60,11 +60,14 @@ class Executor:
         for entry in [entry for entry in self._refusals if entry[0] == owner_uid]:
             del self._refusals[entry]
 
-    async def execute(self, owner: Owner, actions: Sequence[Action], children: Sequence[ChildObservation]) -> None:
-        """All of `actions`; the first error ends it, and the next pass plans what is left."""
+    async def execute(
+        self, owner: Owner, actions: Sequence[Action], children: Sequence[ChildObservation], done: list[Action]
+    ) -> None:
+        """All of `actions`, each noted in `done`; the first error ends it, and the next pass plans what is left."""
         observed = {ChildKey(child.kind, child.name) for child in children if child.controlled}
         for action in sorted(actions, key=lambda action: _ORDER.index(type(action))):
             await self._execute(owner, action, observed)
+            done.append(action)
 
     async def _execute(self, owner: Owner, action: Action, observed: set[ChildKey]) -> None:
         extra = {"key": str(owner.key), "event": type(action).__name__}

@@ -7,31 +7,40 @@ of the past is read from the tuning ConfigMap and the object's status. Order of 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from datetime import datetime
 from typing import Any
 
 from kvpilot_operator.core import naming
+from kvpilot_operator.core.api_status import LLMDeploymentStatus, parse_status
 from kvpilot_operator.core.api_types import LLMDeploymentSpec, ScalingMode, parse_spec
+from kvpilot_operator.core.diagnosis import Problem, find_problems, rank_problems
+from kvpilot_operator.core.events import compute_events
 from kvpilot_operator.core.keys import NamespacedName
 from kvpilot_operator.core.memory import MemoryDecision, decide_memory, engine_shape
 from kvpilot_operator.core.memory_events import collect_events
 from kvpilot_operator.core.merge_patch import build_merge_patch
 from kvpilot_operator.core.naming import Owner
 from kvpilot_operator.core.observation import ChildObservation, DeploymentObservation
-from kvpilot_operator.core.plan import ReconcilePlan, ScaleDeployment, Wanted, WriteSpecReplicas, plan
+from kvpilot_operator.core.plan import Action, Apply, ReconcilePlan, ScaleDeployment, Wanted, WriteSpecReplicas, plan
 from kvpilot_operator.core.pod_care import plan_pod_annotations, plan_pod_deletions
 from kvpilot_operator.core.ports import Clock, EngineClient, KubeApi, Manifest, Recorder
+from kvpilot_operator.core.reasons import Reason
 from kvpilot_operator.core.rendering import read_tuning_memory, render_children
-from kvpilot_operator.core.resources import LLM_DEPLOYMENTS
+from kvpilot_operator.core.resources import CONFIG_MAPS, LLM_DEPLOYMENTS
 from kvpilot_operator.core.scaling import ScalingDecision, decide_scaling
 from kvpilot_operator.core.scaling_memory import parse_scaling_memory
+from kvpilot_operator.core.status import Rendering, compute_invalid_status, compute_status, should_write
 from kvpilot_operator.core.template_pinning import TemplateChoice, choose_template
 from kvpilot_operator.core.tuning_memory import TuningMemory
-from kvpilot_operator.errors import InvalidSpecError, OperatorError
+from kvpilot_operator.errors import InvalidSpecError, OperatorError, RefusedError
+from kvpilot_operator.event_poster import EventPoster
 from kvpilot_operator.executor import Executor
 from kvpilot_operator.observer import Observer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +75,17 @@ class _Decisions:
     choice: TemplateChoice
 
 
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """How far the plan was carried out."""
+
+    error: OperatorError | None
+    _: KW_ONLY
+    is_scaling_kept: bool
+    """What scaling remembers holds, and is to be written."""
+    is_memory_kept: bool
+
+
 class Reconciler:
     """One for the whole operator; the queue sees to it that an object has one pass at a time."""
 
@@ -82,6 +102,7 @@ class Reconciler:
         self._clock = clock
         self._observer = Observer(api, engines)
         self._executor = Executor(api, clock)
+        self._events = EventPoster(api, clock)
         self._default_engine_image = default_engine_image
         self._recorder = recorder
         self._uids: dict[NamespacedName, str] = {}
@@ -115,28 +136,37 @@ class Reconciler:
             children=children,
             tuning=tuning,
             observation=observation,
-            now=self._clock.now(),
+            now=self._read_now(),
         )
 
     async def _act(self, facts: _Facts) -> float | None:
-        error: OperatorError | None = None
-        todo = ReconcilePlan()
-        decisions: _Decisions | None = None
-        version = facts.manifest["metadata"]["resourceVersion"]
         try:
             decisions = self._decide(facts)
             todo = self._plan(facts, decisions)
-            if any(isinstance(action, WriteSpecReplicas) for action in todo.actions):
-                # It changes the object that all else was decided from: do only that, and look again.
-                await self._executor.execute(facts.owner, todo.actions[:1], facts.children)
-                return 0.0
+        except InvalidSpecError as invalid:  # found while rendering: the overlay, the model source, the image
+            await self._write_invalid(facts.owner.key, facts.manifest, str(invalid))
+            return None
+        if any(isinstance(action, WriteSpecReplicas) for action in todo.actions):
+            # It changes the object that all else was decided from: do only that, and look again.
+            await self._executor.execute(facts.owner, todo.actions[:1], facts.children, [])
+            return 0.0
+        error: OperatorError | None = None
+        done: list[Action] = []
+        version = str(facts.manifest["metadata"]["resourceVersion"])
+        is_scaling_kept = not facts.is_paused
+        try:
             if any(isinstance(action, ScaleDeployment) for action in todo.actions):
+                is_scaling_kept = False
                 version = await self._remember_scaling(facts, decisions, version)
-            await self._executor.execute(facts.owner, todo.actions, facts.children)
-            self._count_ooms(facts)
+                is_scaling_kept = True
+            await self._executor.execute(facts.owner, todo.actions, facts.children, done)
         except OperatorError as raised:
             error = raised
-        await self._write_status(facts, decisions, todo, error, version)
+        is_memory_kept = not facts.is_paused and not any(_is_tuning_write(a) for a in todo.actions if a not in done)
+        if is_memory_kept:
+            self._count_ooms(facts)
+        outcome = _Outcome(error, is_scaling_kept=is_scaling_kept, is_memory_kept=is_memory_kept)
+        await self._write_status(facts, decisions, outcome, version)
         if error is not None and not isinstance(error, InvalidSpecError):
             raise error
         return None
@@ -204,33 +234,72 @@ class Reconciler:
         answer = await self._api.patch_status(owner.namespace, owner.name, {"scaling": patch}, version)
         return str(answer["metadata"]["resourceVersion"])
 
-    async def _write_status(
-        self,
-        facts: _Facts,
-        decisions: _Decisions | None,
-        todo: ReconcilePlan,
-        error: OperatorError | None,
-        version: str,
-    ) -> None:
-        status = dict(facts.status)
-        if decisions is not None:
-            status.update(
-                {
-                    "image": decisions.choice.template.image,
-                    "selector": naming.selector_string(facts.owner.name),
-                    "replicas": len(facts.observation.live),
-                    "readyReplicas": facts.observation.num_ready,
-                    "desiredReplicas": decisions.scaling.desired,
-                    "scaling": decisions.scaling.memory.to_dict(),
-                    "memory": decisions.memory.memory.to_dict(),
-                }
-            )
-        patch = build_merge_patch(facts.status, status)
-        if patch:
-            await self._api.patch_status(facts.owner.namespace, facts.owner.name, patch, version)
+    async def _write_status(self, facts: _Facts, decisions: _Decisions, outcome: _Outcome, version: str) -> None:
+        observation, choice = facts.observation, decisions.choice
+        previous = parse_status(facts.status)
+        rendering = Rendering(
+            selector=naming.selector_string(facts.owner.name),
+            image=choice.template.image,
+            template=choice.template.template_hash,
+            update=choice.offered_update or "",
+            is_paused=facts.is_paused,
+        )
+        problems = _collect_problems(facts, decisions, outcome.error)
+        scaling, memory = decisions.scaling, decisions.memory
+        if not outcome.is_scaling_kept:
+            # Nothing was done, so nothing is to be remembered: the next pass decides the same again.
+            scaling = replace(scaling, record=None, memory=previous.scaling)
+        if not outcome.is_memory_kept:
+            memory = replace(memory, records=(), memory=facts.tuning or memory.memory)
+        new = compute_status(observation, scaling, memory, problems, rendering, previous, facts.now)
+        self._record(facts, new)
+        await self._write(facts.manifest, previous, new, version, facts.now)
 
     async def _write_invalid(self, key: NamespacedName, manifest: Manifest, message: str) -> None:
-        pass
+        now = self._read_now()
+        previous = parse_status(manifest.get("status"))
+        metadata = manifest["metadata"]
+        new = compute_invalid_status(previous, metadata.get("generation", 0), message, now)
+        if new.conditions != previous.conditions:
+            self._log_invalid(key, message)
+        await self._write(manifest, previous, new, str(metadata["resourceVersion"]), now)
+
+    async def _write(
+        self,
+        manifest: Manifest,
+        previous: LLMDeploymentStatus,
+        new: LLMDeploymentStatus,
+        version: str,
+        now: datetime,
+    ) -> None:
+        """The status when it is worth a write, then the events that its change is worth."""
+        if not should_write(previous, new, now):
+            return
+        patch = build_merge_patch(manifest.get("status") or {}, new.to_dict())
+        if not patch:
+            return
+        metadata = manifest["metadata"]
+        await self._api.patch_status(metadata["namespace"], metadata["name"], patch, version)
+        await self._events.post(manifest, compute_events(previous, new))
+
+    def _record(self, facts: _Facts, status: LLMDeploymentStatus) -> None:
+        self._recorder.set_object(
+            facts.owner.key,
+            replicas={
+                "desired": status.desired_replicas or 0,
+                "current": status.replicas,
+                "ready": status.ready_replicas,
+                "unknown": facts.observation.num_unknown,
+            },
+            utilization=status.tuning.utilization if status.tuning is not None else None,
+        )
+
+    def _read_now(self) -> datetime:
+        """Whole seconds, as the API keeps them: what is written and read back must be equal."""
+        return self._clock.now().replace(microsecond=0)
+
+    def _log_invalid(self, key: NamespacedName, message: str) -> None:
+        logger.warning("invalid: %s", message, extra={"key": str(key), "event": "InvalidSpec"})
 
     def _count_ooms(self, facts: _Facts) -> None:
         """Once the marks are written: the same events would otherwise be counted again by the next pass."""
@@ -243,3 +312,20 @@ class Reconciler:
         uid = self._uids.pop(key, None)
         if uid is not None:
             self._executor.forget(uid)
+
+
+def _is_tuning_write(action: Action) -> bool:
+    return isinstance(action, Apply) and action.manifest["kind"] == CONFIG_MAPS.kind
+
+
+def _collect_problems(facts: _Facts, decisions: _Decisions, error: OperatorError | None) -> tuple[Problem, ...]:
+    """What can be seen, what tuning knows besides, and what the API server refused."""
+    problems = list(find_problems(facts.spec, facts.observation, facts.now))
+    tuning = decisions.memory.memory
+    if tuning.blocked_reason:
+        problems.append(Problem(reason=Reason(tuning.blocked_reason), message=tuning.blocked_message))
+    if isinstance(error, InvalidSpecError):
+        problems.append(Problem(reason=Reason.INVALID_SPEC, message=str(error)))
+    elif isinstance(error, RefusedError):
+        problems.append(Problem(reason=Reason.WRITE_REFUSED, message=str(error), stops_ready=False))
+    return rank_problems(problems)

@@ -131,6 +131,9 @@ class KubernetesApi:
     async def create_event(self, manifest: Manifest) -> None:
         await self._write("create", EVENTS, manifest["metadata"]["namespace"], body=manifest)
 
+    async def patch_event(self, namespace: str, name: str, patch: Mapping[str, Any]) -> None:
+        await self._write("patch", EVENTS, namespace, name, body=dict(patch), content_type=_MERGE)
+
     async def get_lease(self, namespace: str, name: str) -> Manifest | None:
         return await self.get_object(LEASES, namespace, name)
 

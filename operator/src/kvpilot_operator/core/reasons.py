@@ -31,6 +31,7 @@ class Reason(StrEnum):
     PAUSED = "Paused"
     NAME_CONFLICT = "NameConflict"
     POD_CREATION_REFUSED = "PodCreationRefused"
+    WRITE_REFUSED = "WriteRefused"
     UNSCHEDULABLE = "Unschedulable"
     IMAGE_PULL_ERROR = "ImagePullError"
     CONTAINER_CONFIG_ERROR = "ContainerConfigError"

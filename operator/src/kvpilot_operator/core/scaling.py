@@ -182,7 +182,7 @@ class _Judge:
         """Replicas that the load asks for when that is more than there are, the coming ones counted as idle."""
         picture, hot = self.picture, self.picture.hot
         if picture.demand > self.current:
-            if len(hot) == 1 and self.current > 1:
+            if len(hot) == 1 and len(picture.known) > 1:
                 return self.current + 1  # one hot replica among calm ones: more replicas may not relieve it
             return min(math.ceil(picture.demand), self.current * self.policy.max_growth)
         # The mean hides hot replicas; two or more, half of them at least, are not bad luck of routing.

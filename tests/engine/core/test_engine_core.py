@@ -125,6 +125,18 @@ def test_a_prompt_of_whole_blocks_sent_again_gives_the_same_tokens() -> None:  #
     assert cached == [0, 4, 8]
 
 
+@pytest.mark.parametrize("budget", [8, 512])
+def test_choices_of_one_request_share_their_prompt(budget: int) -> None:  # A5
+    runner = FakeModelRunner(block_size=4)
+    engine = make_engine_core(runner, block_size=4, max_num_batched_tokens=budget)
+    requests = [make_request(f"r{i}", range(41), max_tokens=3, choice=i) for i in range(4)]
+    add_all(engine, requests)
+    collector = run(engine)
+    assert all(collector.token_ids[r.request_id] == compute_expected_tokens(r) for r in requests)
+    assert [collector.final[r.request_id].num_cached_tokens for r in requests] == [0, 40, 40, 40]
+    assert sum(plan.num_tokens for plan in runner.plans) == 41 + 3 * 1 + 4 * 2
+
+
 @pytest.mark.parametrize(("salt", "cached"), [("alice", 8), ("bob", 0)])
 def test_another_salt_never_hits(salt: str, cached: int) -> None:  # A12
     engine = make_engine_core(block_size=4)

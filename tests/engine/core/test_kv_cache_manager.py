@@ -26,8 +26,7 @@ def make_waiting(*tokens: int, salt: str = "") -> Sequence:
 def compute(manager: KVCacheManager, sequence: Sequence) -> int:
     """Start a sequence and compute all it has; the number of tokens that came from the cache."""
     match = manager.find_prefix(sequence)
-    assert manager.allocate_slots(sequence, sequence.num_tokens, match) is not None
-    sequence.start(num_cached_tokens=match.num_cached_tokens)
+    manager.admit(sequence, match)
     manager.commit(sequence, sequence.num_tokens - match.num_cached_tokens)
     return match.num_cached_tokens
 
@@ -122,6 +121,33 @@ def test_room_counts_matched_blocks_that_nobody_holds() -> None:
     match = manager.find_prefix(sequence)
     assert manager.can_admit(sequence, match, num_reserved_blocks=1)
     assert not manager.can_admit(sequence, match, num_reserved_blocks=2)
+
+
+def test_a_prefix_is_awaited_only_while_somebody_computes_it() -> None:
+    manager = make_manager()
+    leader, follower, stranger = make_waiting(*range(9)), make_waiting(*range(9)), make_waiting(*range(50, 59))
+    assert not manager.will_be_cached(follower, NO_PREFIX)
+    manager.admit(leader, NO_PREFIX)
+    assert manager.will_be_cached(follower, NO_PREFIX)
+    assert not manager.will_be_cached(stranger, NO_PREFIX)
+    manager.commit(leader, 4)
+    match = manager.find_prefix(follower)
+    assert match.num_cached_tokens == 4
+    assert manager.will_be_cached(follower, match)
+    manager.commit(leader, 5)
+    match = manager.find_prefix(follower)
+    assert match.num_cached_tokens == 8
+    assert not manager.will_be_cached(follower, match)
+
+
+def test_nobody_awaits_a_sequence_that_has_ended() -> None:
+    manager = make_manager()
+    leader, follower = make_waiting(*range(9)), make_waiting(*range(9))
+    manager.admit(leader, NO_PREFIX)
+    manager.commit(leader, 4)
+    end(manager, leader)
+    assert not manager.will_be_cached(follower, manager.find_prefix(follower))
+    manager.check_invariants([])
 
 
 def test_growth_takes_a_block_only_when_the_last_is_full() -> None:

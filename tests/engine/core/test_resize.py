@@ -6,6 +6,7 @@ import pytest
 
 from kvpilot_engine.core.capacity import ResizeResult, ResizeState
 from kvpilot_engine.core.engine_core import EngineCore
+from kvpilot_engine.core.ids import RequestId
 from kvpilot_engine.core.request import GenerationRequest
 from kvpilot_engine.testing import (
     OutputCollector,
@@ -62,3 +63,14 @@ def test_a_deferred_cap_already_bounds_what_the_door_takes() -> None:
     assert engine.resize(10).state is ResizeState.DEFERRED
     engine.add_request(make_request("c", range(36), max_tokens=4))
     assert len(run(engine).final) == 3
+
+
+def test_an_abort_lets_a_deferred_cap_take_effect_at_once() -> None:
+    engine = make_engine_core(num_blocks=16, block_size=4, max_model_len=32)
+    add_all(engine, [make_request(f"r{i}", range(i * 100, i * 100 + 20)) for i in range(2)])
+    engine.step()
+    assert engine.resize(8).state is ResizeState.DEFERRED
+    engine.abort(RequestId("r0"))
+    engine.check_invariants()
+    assert engine.num_blocks_to_go == 0
+    assert engine.stats().num_blocks_total == 8

@@ -40,6 +40,8 @@ class KVCacheManager:
         self.caches_prefixes = settings.enable_prefix_caching
         self._model = model
         self.pool = BlockPool(num_blocks)
+        self._computing: dict[BlockHash, Sequence] = {}
+        """Full blocks of admitted sequences that are not computed yet, and who will compute them."""
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -66,6 +68,27 @@ class KVCacheManager:
         # Matched blocks that nobody references leave the free queue too.
         num_revived = sum(self.pool.is_available(block_id) for block_id in match.block_ids)
         return num_new + num_revived + num_reserved_blocks <= self.pool.num_available
+
+    def will_be_cached(self, sequence: Sequence, match: PrefixMatch) -> bool:
+        """True when the block after the match is just being computed for another sequence. Changes nothing.
+
+        To wait for it is cheaper than to compute it twice: equal prompts that arrive together, as the choices of
+        one request do, then share their blocks.
+        """
+        num_matched = len(match.block_ids)
+        if not self.caches_prefixes or num_matched >= (sequence.num_tokens - 1) // self.block_size:
+            return False
+        return self._hashes(sequence, num_matched + 1)[num_matched] in self._computing
+
+    def admit(self, sequence: Sequence, match: PrefixMatch) -> None:
+        """Give a waiting sequence blocks for all its tokens, and start it. can_admit() has said that they are there."""
+        allocated = self.allocate_slots(sequence, sequence.num_tokens, match)
+        assert allocated is not None, "there was room for a sequence that got no blocks"
+        sequence.start(num_cached_tokens=match.num_cached_tokens)
+        if self.caches_prefixes:
+            num_full = sequence.num_tokens // self.block_size
+            for block_hash in self._hashes(sequence, num_full)[len(match.block_ids) :]:
+                self._computing.setdefault(block_hash, sequence)
 
     def allocate_slots(
         self, sequence: Sequence, num_tokens: int, match: PrefixMatch = NO_PREFIX
@@ -98,6 +121,7 @@ class KVCacheManager:
         hashes = self._hashes(sequence, last)
         for index in range(first, last):
             self.pool.publish(sequence.block_table.block_at(index), hashes[index])
+            self._stop_computing(sequence, hashes[index])
 
     def cut_to(self, sequence: Sequence, num_blocks: int) -> None:
         """Give back what the table holds beyond num_blocks blocks; nothing there may be computed."""
@@ -106,6 +130,8 @@ class KVCacheManager:
 
     def free(self, sequence: Sequence) -> None:
         """Give back all blocks of a sequence; published ones stay cached until they are evicted."""
+        for block_hash in sequence.block_hashes[sequence.num_computed_tokens // self.block_size :]:
+            self._stop_computing(sequence, block_hash)
         self.pool.free(sequence.block_table.cut_to(0))
 
     @property
@@ -129,6 +155,14 @@ class KVCacheManager:
                     written[block_id] = sequence.request_id
         assert all(references[block_id] == 1 for block_id in written), "a block that is still written is shared"
         self.pool.check_invariants(references)
+        for block_hash, sequence in self._computing.items():
+            index = sequence.block_hashes.index(block_hash)
+            assert len(sequence.block_table) > index, f"{sequence.request_id} computes a block that it has not"
+            assert sequence.num_computed_tokens < (index + 1) * self.block_size, "a computed block is still awaited"
+
+    def _stop_computing(self, sequence: Sequence, block_hash: BlockHash) -> None:
+        if self._computing.get(block_hash) is sequence:
+            del self._computing[block_hash]
 
     def _hashes(self, sequence: Sequence, num_blocks: int) -> list[BlockHash]:
         """Names of the first num_blocks full blocks, computed once per sequence."""

@@ -6,7 +6,8 @@ Preemptions and evictions of a dropped plan stay: a failed step may have overwri
 
 One step, under one token budget:
     running sequences, in order of admission     each its next token, or the next chunk of its prompt
-    waiting ones, in order of arrival            while budget, places and blocks last; none overtakes another
+    waiting ones, in order of arrival            while budget, places and blocks last; none overtakes another,
+                                                 and all wait a moment for a prefix that is just being computed
 
 Invariant: with work to do, a step schedules something or rejects something.
 """
@@ -225,12 +226,10 @@ class Scheduler:
             if planning.num_tokens_left == 0 or len(self._running) >= self._settings.max_num_seqs:
                 return
             match = self._find_room(sequence)
-            if match is None:
+            if match is None or self._kv_cache.will_be_cached(sequence, match):
                 return
-            allocated = self._kv_cache.allocate_slots(sequence, sequence.num_tokens, match)
-            assert allocated is not None, "there was room for a sequence that got no blocks"
             self._waiting.remove(sequence)
-            sequence.start(num_cached_tokens=match.num_cached_tokens)
+            self._kv_cache.admit(sequence, match)
             self._running[sequence.request_id] = sequence
             num_tokens = min(sequence.num_tokens - sequence.num_computed_tokens, planning.num_tokens_left)
             planning.reservations[sequence.request_id] = _Reservation(sequence, num_tokens, 0)

@@ -13,7 +13,7 @@ class EngineStats:
     num_waiting_capacity: int = 0
     """Waiting because blocks or places in the batch are missing."""
     num_waiting_budget: int = 0
-    """Waiting only because this step's token budget was used up."""
+    """Waiting only because this step's token budget was used up, or for a prefix that is just being computed."""
     num_swapped_out: int = 0
     """Waiting after a preemption (also counted under capacity or budget)."""
     num_blocks_total: int = 0

@@ -31,6 +31,8 @@ class AppContext:
         self.text: ModelText | None = None
         """None until the tokenizer is loaded, which happens beside the model's own loading."""
         self.started_at = self.unix_time()
+        self.num_calls = 0
+        """Handlers of generating calls that run now, from the body's first byte to the answer's last."""
         self._is_refusing = False
         self._builder: RequestBuilder | None = None
         self._text_pool = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text")

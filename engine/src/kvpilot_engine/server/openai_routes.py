@@ -91,6 +91,16 @@ def _model_card(name: str, context: AppContext) -> dict[str, object]:
 
 async def _answer(request: web.Request, shape: AnswerShape, *, is_chat: bool) -> web.StreamResponse:
     context = request.app[CONTEXT]
+    context.num_calls += 1
+    try:
+        return await _generate(request, context, shape, is_chat=is_chat)
+    finally:
+        context.num_calls -= 1
+
+
+async def _generate(
+    request: web.Request, context: AppContext, shape: AnswerShape, *, is_chat: bool
+) -> web.StreamResponse:
     arrived_at = context.monotonic()
     builder, text = context.require_builder()
     raw = await read_body(request, limit_bytes=body_limit(context.engine.max_model_len))

@@ -203,6 +203,12 @@ class AsyncEngine:
         if self._state in (EngineState.LOADING, EngineState.READY, EngineState.HELD):
             self._state = EngineState.DRAINING
 
+    def abort_all(self) -> None:
+        """End every open request as aborted: the drain's deadline is over."""
+        for request_id, stream in tuple(self._streams.items()):
+            self._abort(request_id, FinishReason.ABORT)
+            stream.put(RequestAbortedError("the server is shutting down"))
+
     async def stop(self) -> None:
         """End the child; open streams end as aborted."""
         self._is_stopping = True

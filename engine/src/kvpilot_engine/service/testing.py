@@ -1,0 +1,142 @@
+"""Doubles for the two-process path: a model that is loaded at once, says the alphabet, and misbehaves on command.
+
+Token ids are byte values, END ends. The token after `A` is `B`, after `Z` comes END, after anything else `A`: what a
+request answers can be read off its prompt, and a wrong token shows.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvpilot_engine.core.ids import TokenId
+from kvpilot_engine.core.memory_report import MemoryReport
+from kvpilot_engine.core.ports import ModelRunner
+from kvpilot_engine.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from kvpilot_engine.core.settings import CacheSettings, SchedulerSettings
+from kvpilot_engine.errors import (
+    DeviceOutOfMemoryError,
+    DoesNotFitError,
+    ModelExecutionError,
+    ModelNotFoundError,
+    OOMCause,
+    OOMPhase,
+)
+
+END = TokenId(256)
+VOCAB_SIZE = 257
+BYTES_PER_BLOCK = 1000
+BLOCKS_OF_DEVICE = 100
+"""A share of 0.5 holds 50 blocks."""
+
+
+class AlphabetRunner:
+    """`script` is a file read before each step: empty, slow, hang, oom, fault or crash."""
+
+    def __init__(self, script: Path | None, step_s: float) -> None:
+        self._script = script
+        self._step_s = step_s
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        self._obey()
+        return ModelRunnerOutput({s.request_id: _next_token(s.token_ids[-1]) for s in plan.scheduled if s.samples})
+
+    def _obey(self) -> None:
+        time.sleep(self._step_s)
+        command = self._script.read_text() if self._script is not None and self._script.exists() else ""
+        if command == "hang":
+            while self._script is not None and self._script.read_text() == "hang":
+                time.sleep(0.01)
+        elif command == "oom":
+            raise DeviceOutOfMemoryError(
+                "1 MiB asked for", phase=OOMPhase.DECODE, cause=OOMCause.OWN, requested_bytes=5, limit_bytes=100
+            )
+        elif command == "fault":
+            raise ModelExecutionError("a step failed")
+        elif command == "bug":
+            raise RuntimeError("an invariant broke")
+        elif command == "crash":
+            os._exit(3)
+
+
+def _next_token(token: TokenId) -> TokenId:
+    if ord("A") <= token < ord("Z"):
+        return TokenId(token + 1)
+    return END if token == ord("Z") else TokenId(ord("A"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeServingModel:
+    runner: ModelRunner
+    cache: CacheSettings
+    scheduler: SchedulerSettings
+    num_blocks: int
+    vocab_size: int = VOCAB_SIZE
+
+    def usable_blocks_at(self, utilization: float) -> int:
+        return min(self.num_blocks, int(utilization * BLOCKS_OF_DEVICE))
+
+    def memory_report(self, *, utilization: float, num_usable_blocks: int, num_used_blocks: int) -> MemoryReport:
+        total = BLOCKS_OF_DEVICE * BYTES_PER_BLOCK
+        per_request = -(-self.scheduler.max_model_len // self.cache.block_size)
+        return MemoryReport(
+            device="cpu",
+            device_total_bytes=total,
+            device_free_bytes=total // 2,
+            utilization=utilization,
+            limit_bytes=int(utilization * total),
+            process_base_bytes=0,
+            weights_bytes=0,
+            activations_peak_bytes=0,
+            kv_reserved_bytes=num_usable_blocks * BYTES_PER_BLOCK,
+            kv_used_bytes=num_used_blocks * BYTES_PER_BLOCK,
+            kv_bytes_per_block=BYTES_PER_BLOCK,
+            kv_tokens=num_usable_blocks * self.cache.block_size,
+            max_model_len=self.scheduler.max_model_len,
+            min_utilization=per_request / BLOCKS_OF_DEVICE,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeModelLoader:
+    """Picklable. `load_error`: oom | does_not_fit | not_found | bug; `oom_above`: loads only at smaller shares."""
+
+    max_model_len: int = 128
+    max_num_seqs: int = 8
+    max_num_batched_tokens: int = 64
+    block_size: int = 4
+    step_s: float = 0.0
+    script: Path | None = None
+    load_error: str = ""
+    oom_above: float = 1.0
+    load_gate: Path | None = None
+    """Loading waits until this file exists."""
+    device_name: str = "cpu"
+
+    def load(self, utilization: float) -> FakeServingModel:
+        while self.load_gate is not None and not self.load_gate.exists():
+            time.sleep(0.01)
+        if self.load_error == "oom" or utilization > self.oom_above:
+            raise DeviceOutOfMemoryError(
+                "weights", phase=OOMPhase.LOAD, cause=OOMCause.OWN, requested_bytes=3, limit_bytes=90
+            )
+        if self.load_error == "does_not_fit":
+            raise DoesNotFitError(
+                "too small", required_bytes=10, available_bytes=5, suggested={"utilization": 0.95, "max_model_len": 64}
+            )
+        if self.load_error == "not_found":
+            raise ModelNotFoundError("no such model")
+        if self.load_error == "bug":
+            raise RuntimeError("a bug in loading")
+        return FakeServingModel(
+            runner=AlphabetRunner(self.script, self.step_s),
+            cache=CacheSettings(block_size=self.block_size),
+            scheduler=SchedulerSettings(
+                max_num_seqs=self.max_num_seqs,
+                max_num_batched_tokens=self.max_num_batched_tokens,
+                max_model_len=self.max_model_len,
+            ),
+            num_blocks=BLOCKS_OF_DEVICE,
+        )

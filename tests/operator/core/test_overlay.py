@@ -1,0 +1,73 @@
+"""The overlay on the pod template; what it merges like is held against the API server in tests/operator/api."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from kvpilot_operator.core.overlay import merge_pod_template
+from kvpilot_operator.errors import InvalidSpecError
+
+BASE: dict[str, Any] = {
+    "metadata": {"labels": {"a": "1"}},
+    "spec": {
+        "securityContext": {"runAsUser": 1, "fsGroup": 2},
+        "containers": [{"name": "engine", "args": ["x"], "env": [{"name": "A", "value": "1"}]}],
+    },
+}
+
+
+def test_elements_merge_by_their_key_and_new_ones_go_behind() -> None:
+    overlay = {
+        "spec": {
+            "containers": [
+                {"name": "sidecar", "image": "s"},
+                {"name": "engine", "env": [{"name": "B", "value": "2"}, {"name": "A", "value": "9"}]},
+            ]
+        }
+    }
+    engine, sidecar = merge_pod_template(BASE, overlay)["spec"]["containers"]
+    assert engine == {
+        "name": "engine",
+        "args": ["x"],
+        "env": [{"name": "A", "value": "9"}, {"name": "B", "value": "2"}],
+    }
+    assert sidecar == {"name": "sidecar", "image": "s"}
+
+
+def test_neither_side_is_changed() -> None:
+    base, overlay = copy.deepcopy(BASE), {"spec": {"containers": [{"name": "engine", "env": [{"name": "B"}]}]}}
+    before = copy.deepcopy(overlay)
+    merge_pod_template(base, overlay)
+    assert (base, overlay) == (BASE, before)
+
+
+def test_null_removes() -> None:
+    merged = merge_pod_template(BASE, {"spec": {"securityContext": {"runAsUser": None}}})
+    assert merged["spec"]["securityContext"] == {"fsGroup": 2}
+
+
+def test_label_named_like_a_list_is_just_a_label() -> None:
+    merged = merge_pod_template(BASE, {"metadata": {"labels": {"volumes": "x", "env": "y"}}})
+    assert merged["metadata"]["labels"] == {"a": "1", "volumes": "x", "env": "y"}
+
+
+@pytest.mark.parametrize(
+    ("overlay", "words"),
+    [
+        ({"spec": {"volumes": {"name": "a"}}}, "spec.podTemplate.spec.volumes must be a list"),
+        (
+            {"spec": {"volumes": [{"hostPath": {}}]}},
+            r"spec.podTemplate.spec.volumes\[0\] must be an object with 'name'",
+        ),
+        ({"spec": {"volumes": ["a"]}}, r"volumes\[0\] must be an object"),
+        ({"spec": {"$retainKeys": ["a"]}}, r"spec.podTemplate.spec.\$retainKeys is a directive"),
+        ({"spec": {"$patch": "remove"}}, r"\$patch must be merge, replace or delete"),
+        ({"spec": {"containers": [{"name": "engine", "env": [{"name": "A", "$patch": 3}]}]}}, r"\$patch must be"),
+    ],
+)
+def test_what_can_not_be_merged_is_refused_with_its_path(overlay: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidSpecError, match=words):
+        merge_pod_template(BASE, overlay)

@@ -232,8 +232,10 @@ def _load_if_missing(store: ImageStore, reference: str, name: str, *, is_new: bo
 
 
 def _kubeconfig(options: argparse.Namespace, _progress: Progress) -> int:
-    path = _existing_kubeconfig(layout_for(options.name))
-    print(path)
+    from kvpilot_tools.cluster.kubeconfig import chosen_cluster
+
+    chosen = chosen_cluster(os.environ)
+    print(chosen.kubeconfig if chosen is not None else _existing_kubeconfig(layout_for(options.name)))
     return 0
 
 

@@ -81,5 +81,11 @@ def chosen_cluster(environ: Mapping[str, str]) -> ChosenCluster | None:
     return ChosenCluster(kubeconfig=path, context=context)
 
 
+def write_chosen(chosen: ChosenCluster, target: Path) -> None:
+    """Write a copy whose current context is the chosen one, for programs that take nothing but a file."""
+    config = yaml.safe_load(chosen.kubeconfig.read_text())
+    write_kubeconfig(target, {**config, "current-context": chosen.context})
+
+
 def _encode(content: bytes) -> str:
     return base64.b64encode(content).decode()

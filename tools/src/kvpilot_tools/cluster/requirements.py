@@ -74,15 +74,23 @@ def node_obstacles() -> list[str]:
     """Return what no package can mend: the reasons why this machine and user can't run a node."""
     if sys.platform != "linux":
         return [f"this is {sys.platform}, not Linux"]
+    return describe_obstacles(
+        is_root=os.geteuid() == 0,
+        capabilities=effective_capabilities(Path("/proc/self/status").read_text()),
+        has_memory_cgroup=(_CGROUPS / "memory").is_dir() or (_CGROUPS / "cgroup.controllers").exists(),
+    )
+
+
+def describe_obstacles(*, is_root: bool, capabilities: int, has_memory_cgroup: bool) -> list[str]:
+    """Return the reasons against a node that these facts are, in words."""
     obstacles = []
-    if os.geteuid() != 0:
+    if not is_root:
         obstacles.append("you are not root (a node mounts file systems and changes the network)")
     else:
-        effective = effective_capabilities(Path("/proc/self/status").read_text())
         for name, bit in (("CAP_SYS_ADMIN", _CAP_SYS_ADMIN), ("CAP_NET_ADMIN", _CAP_NET_ADMIN)):
-            if not effective >> bit & 1:
+            if not capabilities >> bit & 1:
                 obstacles.append(f"the capability {name} is missing (in a container: start it with --privileged)")
-    if not ((_CGROUPS / "memory").is_dir() or (_CGROUPS / "cgroup.controllers").exists()):
+    if not has_memory_cgroup:
         obstacles.append(f"no memory cgroup is mounted at {_CGROUPS}")
     return obstacles
 

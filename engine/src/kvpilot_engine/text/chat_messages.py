@@ -34,7 +34,7 @@ def _normalize_message(message: object, place: str) -> dict[str, object]:
     if not isinstance(message, Mapping):
         raise InvalidRequestError(f"{place} must be an object", param=place)
     role = message.get("role")
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise InvalidRequestError(
             f"{place}.role is {role!r:.40}; it must be one of {', '.join(sorted(ROLES))}", param=f"{place}.role"
         )
@@ -60,13 +60,14 @@ def _read_part(part: object, place: str) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, Mapping) else None
-    if not isinstance(part, Mapping) or kind not in _TEXT_PARTS:
+    key = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+    if not isinstance(part, Mapping) or key is None:
         raise InvalidRequestError(
-            f"{place} has the type {kind!r:.40}; this model takes text parts only", param=f"{place}.type"
+            f"{place}.type is {kind!r:.40}; this model takes text parts only", param=f"{place}.type"
         )
-    text = part.get(_TEXT_PARTS[str(kind)])
+    text = part.get(key)
     if not isinstance(text, str):
-        raise InvalidRequestError(f"{place}.{_TEXT_PARTS[str(kind)]} must be a string", param=place)
+        raise InvalidRequestError(f"{place}.{key} must be a string", param=f"{place}.{key}")
     return text
 
 

@@ -33,10 +33,12 @@ def is_gguf(path: Path) -> bool:
 
 def read_gguf_metadata(path: Path) -> dict[str, object]:
     """Return all keys with their values: int, float, bool, str or a list of these."""
+    if not is_gguf(path):
+        raise GGUFFormatError(f"{path}: not a GGUF file")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         try:
             return _MetadataCursor(data).read_all()
-        except (struct.error, IndexError, UnicodeDecodeError) as error:
+        except (struct.error, IndexError, UnicodeDecodeError, RecursionError) as error:
             raise GGUFFormatError(f"{path}: damaged or cut off in its metadata: {error}") from error
         except GGUFFormatError as error:
             raise GGUFFormatError(f"{path}: {error}") from error
@@ -47,11 +49,9 @@ class _MetadataCursor:
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
-        self._position = 0
+        self._position = len(_MAGIC)
 
     def read_all(self) -> dict[str, object]:
-        if self._take(4) != _MAGIC:
-            raise GGUFFormatError("not a GGUF file")
         version = self._scalar("I")
         if version not in _SUPPORTED_VERSIONS:
             raise GGUFFormatError(f"GGUF version {version}; readable are {_SUPPORTED_VERSIONS}, little-endian")

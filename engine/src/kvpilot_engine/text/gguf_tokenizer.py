@@ -86,9 +86,14 @@ def build_gguf_tokenizer(metadata: Mapping[str, object], path: Path) -> Tokenize
     types = _get_list(metadata, "tokenizer.ggml.token_type", int, path)
     merges = [_split_merge(merge) for merge in _get_list(metadata, "tokenizer.ggml.merges", str, path)]
 
+    if len(types) != len(tokens):
+        raise SettingsError([f"model {path}: tokenizer.ggml.token_type has {len(types)} entries, tokens {len(tokens)}"])
     kind = PRE_TOKENIZERS[pre]
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    backend = tokenizers.Tokenizer(BPE(vocabulary, merges, ignore_merges=kind.ignores_merges))
+    try:
+        backend = tokenizers.Tokenizer(BPE(vocabulary, merges, ignore_merges=kind.ignores_merges))
+    except Exception as error:  # the library raises nothing narrower
+        raise SettingsError([f"model {path}: tokenizer.ggml.merges do not fit the tokens: {error}"]) from error
     backend.pre_tokenizer = kind.build()
     backend.add_tokens(
         [

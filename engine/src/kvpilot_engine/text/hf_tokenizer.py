@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
@@ -45,17 +46,39 @@ def build_hf_tokenizer(
         raise ModelNotFoundError(f"{path} is missing; a folder needs tokenizer.json (only `tokenizers` files are read)")
     document = read_json_object(path)
     _mark_control_tokens(document)
-    try:
-        backend = tokenizers.Tokenizer.from_str(json.dumps(document))
-    except Exception as error:  # the library raises nothing narrower
-        raise SettingsError([f"model {path}: not a tokenizer that `tokenizers` can read: {error}"]) from error
+    backend = _build_backend(document, path)
+    continuation = _build_backend(document, path) if _forbid_later_spaces(document) else None
     to_bytes, drops_leading_space = _choose_byte_mapping(document, path)
     specials = _read_named_specials(config)
     return Tokenizer(
         backend,
         to_bytes=to_bytes,
+        continuation=continuation,
         policy=_build_policy(backend, config, generation_config, specials, drops_leading_space),
     )
+
+
+def _build_backend(document: Mapping[str, object], path: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_str(json.dumps(document))
+    except Exception as error:  # the library raises nothing narrower
+        raise SettingsError([f"model {path}: not a tokenizer that `tokenizers` can read: {error}"]) from error
+
+
+def _forbid_later_spaces(document: Mapping[str, object]) -> bool:
+    """Change `prepend_scheme: first` to what it means for all but the first part of a text; tell whether it was so."""
+    pre_tokenizer = document.get("pre_tokenizer")
+    found = False
+    for part in _list_steps(pre_tokenizer, "pretokenizers") if isinstance(pre_tokenizer, dict) else ():
+        if part.get("prepend_scheme") == "first":
+            part["prepend_scheme"] = "never"
+            found = True
+    return found
+
+
+def _list_steps(step: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    """Return the steps of a sequence, or the only one."""
+    return step.get(key, []) if step.get("type") == "Sequence" else [step]
 
 
 def _mark_control_tokens(document: dict[str, object]) -> None:
@@ -68,7 +91,8 @@ def _mark_control_tokens(document: dict[str, object]) -> None:
 def _choose_byte_mapping(document: Mapping[str, object], path: Path) -> tuple[Callable[[str], bytes], bool]:
     """Return what maps tokens to bytes, and whether decoding drops a leading space."""
     decoder = document.get("decoder")
-    kinds = _list_decoders(decoder) if isinstance(decoder, dict) else {}
+    steps = _list_steps(decoder, "decoders") if isinstance(decoder, dict) else []
+    kinds = {str(step.get("type")): step for step in steps}
     if "ByteLevel" in kinds:
         return byte_level_bytes, False
     if "ByteFallback" in kinds or "Metaspace" in kinds:
@@ -78,13 +102,6 @@ def _choose_byte_mapping(document: Mapping[str, object], path: Path) -> tuple[Ca
     raise SettingsError(
         [f"model {path}: decoder {', '.join(kinds) or 'missing'}; known are ByteLevel, ByteFallback and Metaspace"]
     )
-
-
-def _list_decoders(decoder: dict[str, object]) -> dict[str, dict[str, object]]:
-    if decoder.get("type") != "Sequence":
-        return {str(decoder.get("type")): decoder}
-    parts = decoder.get("decoders")
-    return {str(part["type"]): part for part in parts} if isinstance(parts, list) else {}
 
 
 def _read_named_specials(config: Mapping[str, object]) -> dict[str, str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvpilot_engine.core.ids import TokenId
 from kvpilot_engine.errors import InvalidRequestError, ModelNotFoundError, SettingsError
-from kvpilot_engine.text.chat_template import ChatTemplate, RenderedChat
+from kvpilot_engine.text.chat_template import ChatTemplate
 from kvpilot_engine.text.gguf_metadata import GGUFFormatError, is_gguf, read_gguf_metadata
 from kvpilot_engine.text.gguf_tokenizer import build_gguf_tokenizer
 from kvpilot_engine.text.hf_tokenizer import build_hf_tokenizer, read_json_object
@@ -60,22 +60,15 @@ class ModelText:
         rendered = self.chat_template.render(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, variables=variables
         )
-        return self.tokenizer.with_bos(self._encode_rendered(rendered))
+        parts = self.tokenizer.split_at_specials(rendered.masked_text)
+        unmasked = (part.translate(rendered.unmask) if isinstance(part, str) else part for part in parts)
+        return self.tokenizer.with_bos(self.tokenizer.encode_parts(unmasked))
 
     def encode_prompt(self, prompt: str, *, param: str = "prompt", add_bos: bool = True) -> list[TokenId]:
         """Encode a completion's prompt, in which control-token text means the token: the caller is trusted with it."""
         require_encodable(prompt, param)
         ids = self.tokenizer.encode(prompt, specials_as_text=False)
         return self.tokenizer.with_bos(ids) if add_bos else ids
-
-    def _encode_rendered(self, rendered: RenderedChat) -> list[TokenId]:
-        ids: list[TokenId] = []
-        for part in self.tokenizer.split_at_specials(rendered.masked_text):
-            if isinstance(part, str):
-                ids += self.tokenizer.encode(part.translate(rendered.unmask), specials_as_text=True)
-            else:
-                ids.append(part)
-        return ids
 
 
 def load_model_text(

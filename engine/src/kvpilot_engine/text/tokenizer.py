@@ -37,13 +37,23 @@ class Tokenizer:
     """Safe to use from several threads: nothing changes after construction."""
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, *, to_bytes: Callable[[str], bytes], policy: TokenizerPolicy
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        to_bytes: Callable[[str], bytes],
+        policy: TokenizerPolicy,
+        continuation: tokenizers.Tokenizer | None = None,
     ) -> None:
-        """Take over `backend`; `to_bytes` maps a token of its vocabulary, as written there, to what it stands for."""
-        backend.no_truncation()
-        backend.no_padding()
-        backend.encode_special_tokens = True
-        self._backend = backend
+        """Take over `backend`; `to_bytes` maps a token of its vocabulary, as written there, to what it stands for.
+
+        `continuation` encodes what does not begin a text, where that differs (SentencePiece adds a space in front).
+        """
+        self._first = backend
+        self._continuation = continuation or backend
+        for each in (self._first, self._continuation):
+            each.no_truncation()
+            each.no_padding()
+            each.encode_special_tokens = True
         self.policy = policy
         added = {TokenId(i): token for i, token in backend.get_added_tokens_decoder().items()}
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
@@ -62,8 +72,20 @@ class Tokenizer:
     def encode(self, text: str, *, specials_as_text: bool) -> list[TokenId]:
         """Encode `text` without adding a BOS; specials_as_text for anything a user wrote."""
         if specials_as_text:
-            return self._encode_plain(text)
-        return [i for part in self.split_at_specials(text) for i in self._encode_part(part)]
+            return self.encode_parts([text])
+        return self.encode_parts(self.split_at_specials(text))
+
+    def encode_parts(self, parts: Iterable[str | TokenId]) -> list[TokenId]:
+        """Encode the parts of one text: a string as plain text, a control token as itself."""
+        ids: list[TokenId] = []
+        backend = self._first
+        for part in parts:
+            if isinstance(part, str):
+                ids += [TokenId(i) for i in backend.encode(part, add_special_tokens=False).ids]
+            else:
+                ids.append(part)
+            backend = self._continuation
+        return ids
 
     def split_at_specials(self, text: str) -> list[str | TokenId]:
         """Cut `text` into plain parts (never empty) and the control tokens between them."""
@@ -99,12 +121,6 @@ class Tokenizer:
         hidden = self.special_ids if skip_specials else frozenset()
         text = b"".join(self.token_bytes(i) for i in ids if i not in hidden).decode("utf-8", errors="replace")
         return text.removeprefix(" ") if self.policy.drops_leading_space else text
-
-    def _encode_part(self, part: str | TokenId) -> list[TokenId]:
-        return self._encode_plain(part) if isinstance(part, str) else [part]
-
-    def _encode_plain(self, text: str) -> list[TokenId]:
-        return [TokenId(i) for i in self._backend.encode(text, add_special_tokens=False).ids]
 
 
 def _compile_special_pattern(specials: list[tokenizers.AddedToken]) -> re.Pattern[str] | None:

@@ -1,0 +1,94 @@
+"""Small tokenizers and model texts for tests: real ones, only with a vocabulary that fits in the head.
+
+    ids 0..255 the bytes | then the merged tokens | then the control tokens
+
+Not here: anything that needs a model's files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import tokenizers
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+
+from kvpilot_engine.core.ids import TokenId
+from kvpilot_engine.text.byte_level import BYTE_TO_CHARACTER, byte_level_bytes
+from kvpilot_engine.text.chat_template import ChatTemplate
+from kvpilot_engine.text.model_text import GenerationDefaults, ModelText
+from kvpilot_engine.text.tokenizer import Tokenizer, TokenizerPolicy
+
+CONTROL_TEXTS = ("<|bos|>", "<|im_start|>", "<|im_end|>")
+
+CHATML_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def make_tokenizer(
+    *,
+    merged: Iterable[bytes] = (),
+    control_texts: Iterable[str] = CONTROL_TEXTS,
+    adds_bos: bool = False,
+    user_defined_texts: Iterable[str] = (),
+) -> Tokenizer:
+    """Build a byte-level BPE; each of `merged` becomes a token, joined from its bytes left to right."""
+    vocabulary = {BYTE_TO_CHARACTER[byte]: byte for byte in range(256)}
+    merges: list[tuple[str, str]] = []
+    for token in merged:
+        letters = [BYTE_TO_CHARACTER[byte] for byte in token]
+        for end in range(2, len(letters) + 1):
+            whole = "".join(letters[:end])
+            if whole not in vocabulary:
+                vocabulary[whole] = len(vocabulary)
+                merges.append(("".join(letters[: end - 1]), letters[end - 1]))
+    backend = tokenizers.Tokenizer(BPE(vocabulary, merges))
+    backend.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.add_special_tokens([tokenizers.AddedToken(text, normalized=False) for text in control_texts])
+    backend.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in user_defined_texts])
+
+    def find(text: str) -> TokenId | None:
+        token_id = backend.token_to_id(text)
+        return None if token_id is None else TokenId(token_id)
+
+    bos_id, eos_id = find("<|bos|>"), find("<|im_end|>")
+    return Tokenizer(
+        backend,
+        to_bytes=byte_level_bytes,
+        policy=TokenizerPolicy(
+            bos_id=bos_id,
+            eos_id=eos_id,
+            adds_bos=adds_bos,
+            end_ids=frozenset() if eos_id is None else frozenset({eos_id}),
+            named_specials={"bos_token": "<|bos|>", "eos_token": "<|im_end|>"},
+        ),
+    )
+
+
+def make_model_text(
+    template: str | None = CHATML_TEMPLATE,
+    *,
+    tokenizer: Tokenizer | None = None,
+    generation_defaults: GenerationDefaults | None = None,
+    **template_options: Any,
+) -> ModelText:
+    """Bundle a tokenizer and a template; `template_options` go to ChatTemplate."""
+    tokenizer = tokenizer or make_tokenizer()
+    chat_template = None
+    if template is not None:
+        chat_template = ChatTemplate(
+            template,
+            named_specials=tokenizer.policy.named_specials,
+            special_texts=tokenizer.special_texts,
+            **template_options,
+        )
+    return ModelText(
+        tokenizer=tokenizer,
+        chat_template=chat_template,
+        generation_defaults=generation_defaults or GenerationDefaults(),
+    )

@@ -140,6 +140,16 @@ def test_a_prefix_is_awaited_only_while_somebody_computes_it() -> None:
     assert not manager.will_be_cached(follower, match)
 
 
+def test_a_last_block_that_has_to_be_recomputed_anyway_is_not_awaited() -> None:  # A8
+    manager = make_manager()
+    leader, follower = make_waiting(*range(8)), make_waiting(*range(8))
+    manager.admit(leader, NO_PREFIX)
+    manager.commit(leader, 4)
+    match = manager.find_prefix(follower)
+    assert match.num_cached_tokens == 4
+    assert not manager.will_be_cached(follower, match)
+
+
 def test_nobody_awaits_a_sequence_that_has_ended() -> None:
     manager = make_manager()
     leader, follower = make_waiting(*range(9)), make_waiting(*range(9))

@@ -132,19 +132,13 @@ def test_foreign_deployment_is_not_scaled() -> None:
     assert result.actions == ()
 
 
-def test_orphan_of_ours_is_taken_back() -> None:
-    """`kubectl delete --cascade=orphan` and applying again must not end in a name conflict. # C5"""
+def test_lost_owner_reference_is_put_back() -> None:
+    """What `kubectl delete --cascade=orphan` leaves is observed as ours; applying owns it again. # C5"""
     orphan = copy.deepcopy(SERVICE)
     orphan["metadata"]["ownerReferences"] = []
-    result = make_plan(*observed(DEPLOYMENT, PDB, REVISION, CONFIG_MAP), *observed(orphan, controlled=False))
-    assert result.conflicts == ()
-    assert applied(result.actions) == [("Service", ApplyReason.DRIFTED)]
-
-
-def test_object_of_another_owner_is_no_orphan() -> None:
-    other = copy.deepcopy(SERVICE)
-    other["metadata"]["ownerReferences"] = [{"uid": "uid-2", "controller": True}]
-    assert make_plan(*observed(other, controlled=False)).conflicts == (ChildKey("Service", "llama"),)
+    (action,) = make_plan(*observed(DEPLOYMENT, PDB, REVISION, CONFIG_MAP, orphan)).actions
+    assert isinstance(action, Apply)
+    assert (action.reason, action.detail) == (ApplyReason.DRIFTED, "metadata.ownerReferences[uid-1]")
 
 
 def test_replicas_are_written_only_when_they_differ() -> None:

@@ -21,7 +21,6 @@ from kvpilot_operator.core.classifier import (
 )
 from kvpilot_operator.core.memory_messages import HOST_OOM_ADVICE
 from kvpilot_operator.core.observation import DeploymentObservation, EngineState, ReplicaObservation, Termination
-from kvpilot_operator.core.plan import is_orphan
 from kvpilot_operator.core.policy import POLICY, PolicyConstants
 from kvpilot_operator.core.reasons import Reason
 from kvpilot_operator.core.timestamps import seconds_since
@@ -82,7 +81,7 @@ def find_problems(
             message=f"{c.kind} {c.name} exists and does not belong to this object: remove it, or rename this object",
         )
         for c in observation.children
-        if not c.controlled and not is_orphan(c.manifest)
+        if not c.controlled
     ]
     problems.extend(
         Problem(reason=Reason.POD_CREATION_REFUSED, message=c.get("message", ""), stops_ready=False)

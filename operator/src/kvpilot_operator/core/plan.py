@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kvpilot_operator.core.drift import ChildKey, Drift, child_key, find_drift
-from kvpilot_operator.core.naming import ANNOTATION_RENDER_HASH, LABEL_MANAGED_BY, MANAGED_BY
+from kvpilot_operator.core.naming import ANNOTATION_RENDER_HASH
 from kvpilot_operator.core.observation import ChildObservation, DeploymentObservation, ReplicaObservation
 from kvpilot_operator.core.ports import Manifest
 from kvpilot_operator.core.resources import CHILD_RESOURCES, CONFIG_MAPS, CONTROLLER_REVISIONS, DEPLOYMENTS
@@ -131,20 +131,9 @@ def plan(
 
 
 def find_conflicts(rendered: Iterable[Manifest], children: Iterable[ChildObservation]) -> tuple[ChildKey, ...]:
-    """Places of our children that an object holds which is neither ours nor an orphan of ours."""
-    foreign = {ChildKey(c.kind, c.name) for c in children if not c.controlled and not is_orphan(c.manifest)}
+    """Places of our children that an object holds which we don't control."""
+    foreign = {ChildKey(child.kind, child.name) for child in children if not child.controlled}
     return tuple(sorted(foreign & {child_key(manifest) for manifest in rendered}))
-
-
-def is_orphan(manifest: Mapping[str, object]) -> bool:
-    """Whether we made it and nobody controls it: left by `kubectl delete --cascade=orphan`, to be adopted (C5)."""
-    metadata = manifest.get("metadata")
-    if not isinstance(metadata, Mapping):
-        return False
-    references = metadata.get("ownerReferences") or ()
-    labels = metadata.get("labels") or {}
-    is_ours = labels.get(LABEL_MANAGED_BY) == MANAGED_BY and _render_hash(manifest) is not None
-    return is_ours and not any(reference.get("controller") for reference in references)
 
 
 def _in_order(rendered: Sequence[Manifest]) -> list[Manifest]:

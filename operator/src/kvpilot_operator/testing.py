@@ -247,6 +247,9 @@ class FakeKubeApi:
         generation = (old or {}).get("metadata", {}).get("generation", 0)
         changed = old is None or old.get("spec") != value.get("spec")
         metadata["generation"] = generation + 1 if changed else generation
+        if ref[0] == DEPLOYMENTS.kind:
+            # Its controller keeps up at once.
+            value["status"] = {**value.get("status", {}), "observedGeneration": metadata["generation"]}
         self.objects[ref] = value
         return value
 

@@ -16,7 +16,7 @@ from kvpilot_operator.core.observation import DeploymentObservation, ReplicaObse
 from kvpilot_operator.core.policy import POLICY
 from kvpilot_operator.core.reasons import Reason
 from kvpilot_operator.core.scaling import ScalingDecision, decide_scaling
-from kvpilot_operator.core.scaling_memory import ScalingMemory, parse_scaling_memory
+from kvpilot_operator.core.scaling_memory import PreemptionSample, ScalingMemory, parse_scaling_memory
 from kvpilot_operator.testing import START, make_load, make_observation, make_replica
 
 NOW = START + timedelta(hours=2)
@@ -222,6 +222,22 @@ def test_preemptions_ask_for_replicas() -> None:
         memory, wanted = decision.memory, max(wanted, decision.desired)
     assert (wanted, decision.reason) == (2, Reason.PREEMPTION_PRESSURE)
     assert decision.picture.preemptions_per_minute == pytest.approx(60.0)
+
+
+def test_a_burst_after_a_quiet_time_is_not_spread_over_it() -> None:
+    quiet = make_observation(make_replica(load=make_load(preemptions_total=3)))
+    memory = decide(quiet, ScalingMemory()).memory
+    later = NOW + timedelta(days=1)
+    assert decide(quiet, memory, now=later).memory.samples == memory.samples
+    burst = make_observation(make_replica(load=make_load(preemptions_total=13)))
+    assert decide(burst, memory, now=later).picture.preemptions_per_minute == pytest.approx(20.0)
+
+
+def test_preemptions_that_stop_leave_no_rate() -> None:
+    load = make_load(preemptions_total=13)
+    sample = PreemptionSample(pod_uid="uid-pod-0", total=13, at=NOW - timedelta(seconds=20), per_minute=40.0)
+    decision = decide(make_observation(make_replica(load=load)), ScalingMemory(samples=(sample,)))
+    assert decision.picture.preemptions_per_minute == 0.0
 
 
 def test_a_restarted_counter_is_no_rate() -> None:

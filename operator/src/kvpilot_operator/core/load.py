@@ -146,9 +146,13 @@ def _next_sample(
 ) -> PreemptionSample:
     if last is None or total < last.total:  # first sight, or the engine began to count anew
         return PreemptionSample(pod_uid=uid, total=total, at=now)
+    if total == last.total and not last.per_minute:
+        return last  # nothing happens: the sample stays as it is, and status need not be written
     elapsed = seconds_since(last.at, now)
     if elapsed < policy.preemption_sample_s:
         return last
+    # After a quiet time the sample is old, yet the counter stood still until the last pass: the change is a recent one.
+    elapsed = min(elapsed, 2 * policy.preemption_sample_s)
     return PreemptionSample(
         pod_uid=uid, total=total, at=now, per_minute=round((total - last.total) * 60.0 / elapsed, 1)
     )

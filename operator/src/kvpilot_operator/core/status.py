@@ -122,7 +122,6 @@ def _without_load(status: LLMDeploymentStatus) -> LLMDeploymentStatus:
         status,
         load=None,
         plan=None,
-        scaling=replace(status.scaling, samples=()),
         conditions=tuple(replace(c, message="") if c.type in _LOAD_MESSAGES else c for c in status.conditions),
     )
 

@@ -34,6 +34,7 @@ class LeaseGuard:
         self._held_until = float("-inf")
         self._foreign_record: tuple[object, ...] = ()
         self._foreign_since = 0.0
+        self._warned_of = ""
         self._task: asyncio.Task[None] | None = None
         self._acquired = asyncio.Event()
 
@@ -80,7 +81,8 @@ class LeaseGuard:
             if holder not in ("", self._identity) and not self._has_run_out(spec):
                 self._held_until = float("-inf")
                 self._acquired.clear()
-                if was_held or started == self._foreign_since:
+                if holder != self._warned_of:
+                    self._warned_of = holder
                     logger.warning("another operator holds the lease: %s; this one does not write", holder)
                 return False
             transitions = int(spec.get("leaseTransitions") or 0) + (holder != self._identity)
@@ -88,6 +90,7 @@ class LeaseGuard:
         # Counted from before the request: the answer may have taken long.
         self._held_until = started + self._duration_s
         self._acquired.set()
+        self._warned_of = ""
         if not was_held:
             logger.info("holding the lease %s/%s as %s", self._namespace, self._name, self._identity)
         return True

@@ -38,7 +38,7 @@ class EngineKit:
     async def until(condition: Callable[[], object], limit_s: float = LIMIT_S) -> None:
         """Wait for a condition with a limit."""
         async with asyncio.timeout(limit_s):
-            while not condition():
+            while not condition():  # noqa: ASYNC110  the condition is another process
                 await asyncio.sleep(0.005)
 
 

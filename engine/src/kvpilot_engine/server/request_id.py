@@ -9,7 +9,7 @@ from aiohttp import web
 
 REQUEST_ID_HEADER = "x-request-id"
 _SANE = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
-_KEY = "kvpilot_request_id"
+_KEY = web.RequestKey("request_id", str)
 
 
 def assign_request_id(request: web.Request) -> str:
@@ -20,4 +20,4 @@ def assign_request_id(request: web.Request) -> str:
 
 
 def request_id_of(request: web.Request) -> str:
-    return str(request[_KEY])
+    return request[_KEY]

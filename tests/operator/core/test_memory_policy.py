@@ -122,6 +122,10 @@ class TestOwnOOM:
         [entry] = decide(serving("pod-0", oom())).memory.learned
         assert (entry.device, entry.shape, entry.failed, entry.safe) == ("cpu", SHAPE, 0.9, None)
 
+    def test_at_load_is_put_down_to_the_device_that_all_have(self) -> None:
+        [entry] = decide(serving("a"), ended(71, "b", utilization=0.95)).memory.learned
+        assert (entry.device, entry.safe, entry.failed) == ("cpu", 0.9, 0.95)
+
     def test_of_several_pods_at_one_share_lowers_once(self) -> None:
         first = decide(serving("a", oom()), serving("b", oom()))
         assert first.utilization == 0.88

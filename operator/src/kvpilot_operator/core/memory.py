@@ -180,7 +180,7 @@ class _Tuner:
         before = self.memory.recommended
         failing = [(e, e.utilization if e.utilization is not None else before) for e in events]
         for event, share in failing:
-            self._learn(event.device, failed=share)
+            self._learn(event.device or self._only_device(), failed=share)
         # A share above the present one was judged when it first failed: other pods that tell of it bring nothing new.
         fresh = [(e, share) for e, share in failing if share <= before + EPSILON]
         if any(e.ending is Ending.DEVICE_OOM_AT_LOAD for e, _ in fresh):
@@ -240,6 +240,12 @@ class _Tuner:
             self._record(Action.RAISE, Reason.MODEL_DOES_NOT_FIT, before, message, event)
             return
         self._block(Reason.MODEL_DOES_NOT_FIT, tell_misfit(event, self.policy, wanted, limit), event)
+
+    def _only_device(self) -> str:
+        """A process that ended while loading told no device; where all have the same one it was that."""
+        seen = {_device_of(replica) for replica in self.observation.live}
+        seen |= {entry.device for entry in self.memory.learned if entry.shape == self.memory.shape}
+        return next(iter(seen - {""})) if len(seen - {""}) == 1 else ""
 
     def _learn(self, device: str, *, safe: float | None = None, failed: float | None = None) -> None:
         known = self.memory.limit_of(device)

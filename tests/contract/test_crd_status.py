@@ -52,7 +52,14 @@ def full_status() -> LLMDeploymentStatus:
     return replace(
         status,
         scaling=replace(status.scaling, above_since=now, below_since=now),
-        tuning=replace(status.tuning, pods={"uid-a": 0.9}, blocked_reason="OOMUnresolved", blocked_message="m"),
+        tuning=replace(
+            status.tuning,
+            pods={"uid-a": 0.9},
+            failed_starts=1,
+            last_failed_start=now,
+            blocked_reason="OOMUnresolved",
+            blocked_message="m",
+        ),
     )
 
 

@@ -17,8 +17,6 @@ from kvpilot_tools.cluster.layout import ClusterLayout
 from kvpilot_tools.cluster.processes import PROC, ProcessIdentity, identify, noted_processes, stop
 from kvpilot_tools.cluster.record import ClusterRecord, load_record
 
-CNI_NETWORK = "kvpilot"
-
 _SHIM_SOCKETS = Path("/run/containerd/s")
 _CNI_RESULTS = Path("/var/lib/cni/results")
 _CONTAINER_LOGS = Path("/var/log/containers")
@@ -83,8 +81,10 @@ def _remove_node(layout: ClusterLayout, record: ClusterRecord | None) -> None:
         network.remove_rules(record.tables_before if record is not None else {})
     if record is not None:
         network.restore_settings(record.machine_before)
-    for result in _CNI_RESULTS.glob(f"{CNI_NETWORK}-*"):
-        result.unlink(missing_ok=True)
+    for result in _CNI_RESULTS.glob("*"):
+        # Also the loopback network's, which bear a name that is not ours: they name the pod's network namespace.
+        if f"{layout.root}/" in result.read_text(errors="replace"):
+            result.unlink()
     for link in _CONTAINER_LOGS.glob("*.log"):
         if link.is_symlink() and layout.root in link.readlink().parents:
             link.unlink()

@@ -7,6 +7,7 @@ building (its certificates, its pip configuration) is mounted for the build and 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -137,7 +138,7 @@ class ImageStore:
 
     def _run(self, what: str, argv: list[str]) -> str:
         """Run one command with its whole output in a log; returns what it printed to standard output."""
-        log = self._folder / f"{what.replace('/', '-').replace(' ', '-')}.log"
+        log = self._folder / f"{re.sub(r'[^a-z0-9.]+', '-', what)}.log"
         started = time.monotonic()
         env = dict(self.environ, BUILDAH_ISOLATION="chroot")
         with log.open("w") as output:

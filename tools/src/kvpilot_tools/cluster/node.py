@@ -18,7 +18,6 @@ from typing import Any
 import yaml
 
 from kvpilot_tools.cluster import cgroups, pause_image
-from kvpilot_tools.cluster.cleanup import CNI_NETWORK
 from kvpilot_tools.cluster.control_plane import NODE_NAME, POD_RANGE, START_LIMIT_S, ControlPlane
 from kvpilot_tools.cluster.errors import StartError
 from kvpilot_tools.cluster.layout import ClusterLayout
@@ -66,7 +65,7 @@ def build_cni_config(layout: ClusterLayout) -> dict[str, Any]:
     """Return the pod network: a bridge with one range of addresses. Masquerading is one rule of our own."""
     return {
         "cniVersion": "0.4.0",
-        "name": CNI_NETWORK,
+        "name": "kvpilot",
         "plugins": [
             {
                 "type": "bridge",

@@ -20,7 +20,8 @@ _PATTERN = re.compile(_RULE["rule"].removeprefix("!self.matches('").removesuffix
 @pytest.mark.parametrize("shape", ["{}", "{}=x", "{}="])
 def test_owned_flag_is_refused_in_every_spelling(flag: str, shape: str) -> None:
     assert _PATTERN.search(shape.format(flag))
-    assert _PATTERN.search(shape.format("--" + flag.removeprefix("--").replace("-", "_")))
+    dashes = "--" if flag.startswith("--") else "-"
+    assert _PATTERN.search(shape.format(dashes + flag.removeprefix(dashes).replace("-", "_")))
 
 
 @pytest.mark.parametrize(
@@ -31,7 +32,7 @@ def test_other_arguments_pass(argument: str) -> None:
 
 
 def test_the_schema_refuses_nothing_that_the_operator_does_not_own() -> None:
-    names = _PATTERN.pattern.removeprefix("^--(").removesuffix(")(=.*)?$").replace("[-_]", "-")
-    listed = {f"--{name}" for name in names.split("|")}
+    shorts, names = _PATTERN.pattern.removeprefix("^(").removesuffix("))(=.*)?$").split("|--(")
+    listed = {f"--{name}" for name in names.replace("[-_]", "-").split("|")} | set(shorts.split("|"))
     listed.discard("--(no-)?enable-prefix-caching")
     assert listed | {"--enable-prefix-caching", "--no-enable-prefix-caching"} == set(OWNED_FLAGS)

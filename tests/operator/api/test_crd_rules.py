@@ -22,8 +22,9 @@ Case = tuple[str, dict[str, Any], str, str]
 BAD_SPECS: list[Case] = [
     ("no source", {"model": {"source": None}}, "spec.model.source", "Required value"),
     ("empty source", {"model": {"source": ""}}, "spec.model.source", "at least 1 chars"),
-    ("unknown scheme", {"model": {"source": "s3://bucket/model"}}, "spec.model.source", "hf://REPO[@REVISION]"),
+    ("unknown scheme", {"model": {"source": "s3://bucket/model"}}, "spec.model.source", "hf://OWNER/NAME[@REVISION]"),
     ("plain repo", {"model": {"source": "meta-llama/Llama"}}, "spec.model.source", "pvc://CLAIM/PATH"),
+    ("repo without owner", {"model": {"source": "hf://gpt2"}}, "spec.model.source", "hf://OWNER/NAME"),
     ("relative file", {"model": {"source": "file://model"}}, "spec.model.source", "file:///PATH"),
     ("claim without path", {"model": {"source": "pvc://claim"}}, "spec.model.source", "pvc://CLAIM/PATH"),
     ("climbing path", {"model": {"source": "pvc://claim/a/../../b"}}, "spec.model.source", "'..'"),
@@ -49,6 +50,7 @@ BAD_SPECS: list[Case] = [
     ),
     ("underscores", {"engine": {"extraArgs": ["--max_model_len=9"]}}, "spec.engine.extraArgs[0]", "operator sets"),
     ("a key in the open", {"engine": {"extraArgs": ["--api-key=s"]}}, "spec.engine.extraArgs[0]", "operator sets"),
+    ("short form", {"engine": {"extraArgs": ["-tp", "2"]}}, "spec.engine.extraArgs[0]", "operator sets"),
     ("too many arguments", {"engine": {"extraArgs": ["x"] * 65}}, "spec.engine.extraArgs", "at most 64 items"),
     ("share as percent", {"memory": {"utilization": 90}}, "spec.memory.utilization", "less than or equal to 1"),
     ("little share", {"memory": {"utilization": 0.01}}, "spec.memory.utilization", "greater than or equal to 0.05"),
@@ -157,7 +159,6 @@ BAD_SPECS: list[Case] = [
 
 GOOD_SPECS: list[tuple[str, dict[str, Any]]] = [
     ("only a model", {}),
-    ("hub repository", {"model": {"source": "hf://gpt2"}}),
     ("hub revision", {"model": {"source": "hf://meta-llama/Llama-3.1-8B@refs/pr/1"}}),
     ("claim", {"model": {"source": "pvc://models/llama/8b.gguf"}}),
     ("tuning off above max", {"memory": {"utilization": 0.99, "tuning": {"mode": "Disabled"}}}),

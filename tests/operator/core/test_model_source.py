@@ -11,10 +11,8 @@ from kvpilot_operator.errors import InvalidSpecError
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
-        ("hf://gpt2", ModelSource(model="gpt2")),
-        ("hf://meta-llama/Llama-3.1-8B", ModelSource(model="meta-llama/Llama-3.1-8B")),
-        ("hf://a/b@v1.0", ModelSource(model="a/b", revision="v1.0")),
-        ("hf://a/b@refs/pr/1", ModelSource(model="a/b", revision="refs/pr/1")),
+        ("hf://meta-llama/Llama-3.1-8B", ModelSource(model="hf://meta-llama/Llama-3.1-8B")),
+        ("hf://a/b@refs/pr/1", ModelSource(model="hf://a/b@refs/pr/1")),
         ("pvc://claim/dir/m.gguf", ModelSource(model="/var/lib/kvpilot/model/dir/m.gguf", claim="claim")),
         ("file:///opt/m.gguf", ModelSource(model="/opt/m.gguf")),
     ],
@@ -26,7 +24,18 @@ def test_source_is_taken_apart(source: str, expected: ModelSource) -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        *("", "gpt2", "s3://b/m", "hf://", "hf:///a", "hf://a/b/c", "hf://a@", "hf://--flag", "hf://a/b@v1\n--port"),
+        *(
+            "",
+            "gpt2",
+            "s3://b/m",
+            "hf://",
+            "hf:///a",
+            "hf://gpt2",
+            "hf://a/b/c",
+            "hf://a@",
+            "hf://--flag",
+            "hf://a/b@v1\n--port",
+        ),
         *("pvc://claim", "pvc://claim/", "pvc:///a", "pvc://c/../x"),
         *("file://a", "file:///", "file:////etc", "file:///a/../b"),
     ],

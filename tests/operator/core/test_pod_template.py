@@ -41,7 +41,7 @@ def env(**spec: Any) -> dict[str, Any]:
 def test_command_line_of_the_defaults() -> None:
     assert engine()["command"] == ["python3", "-m", "kvpilot_engine"]
     assert engine()["args"] == [
-        *("--model", "owner/model", "--served-model-name", "llama", "--host", "0.0.0.0", "--port", "8000"),
+        *("--model", "hf://owner/model", "--served-model-name", "llama", "--host", "0.0.0.0", "--port", "8000"),
         *("--device", "cuda", "--block-size", "16", "--max-num-seqs", "64", "--enable-prefix-caching"),
         *("--tuning-file", "/etc/kvpilot/tuning.json", "--state-dir", "/var/lib/kvpilot/state"),
         *("--drain-timeout", "120"),
@@ -66,7 +66,7 @@ def test_command_line_of_everything() -> None:
         drain={"timeoutSeconds": 5},
     )
     assert build_engine_args(spec, "llama") == [
-        *("--model", "a/b", "--revision", "v1", "--served-model-name", "x", "y", "--host", "0.0.0.0", "--port", "8000"),
+        *("--model", "hf://a/b@v1", "--served-model-name", "x", "y", "--host", "0.0.0.0", "--port", "8000"),
         *("--device", "cuda", "--dtype", "bfloat16", "--quantization", "fp8", "--kv-cache-dtype", "fp8"),
         *("--block-size", "32", "--max-model-len", "4096", "--max-num-seqs", "8", "--max-num-batched-tokens", "512"),
         *("--tensor-parallel-size", "2", "--no-enable-prefix-caching"),

@@ -36,8 +36,11 @@ OWNED_FLAGS = (
     "--state-dir",
     "--termination-log",
     "--drain-timeout",
+    "--pod-uid",
+    "-q",
+    "-tp",
 )
-"""What `spec.engine.extraArgs` may not hold; the schema refuses the same ones."""
+"""What `spec.engine.extraArgs` may not hold, short forms included; the schema refuses the same ones."""
 
 
 def build_engine_args(spec: LLMDeploymentSpec, name: str) -> list[str]:
@@ -45,8 +48,6 @@ def build_engine_args(spec: LLMDeploymentSpec, name: str) -> list[str]:
     engine = spec.engine
     source = parse_model_source(spec.model.source)
     args = ["--model", source.model]
-    if source.revision:
-        args += ["--revision", source.revision]
     args += ["--served-model-name", *(spec.model.served_names or (name,))]
     args += ["--host", "0.0.0.0", "--port", str(PORT)]  # noqa: S104 - a pod serves its network
     args += ["--device", engine.device]

@@ -212,11 +212,10 @@ class Scheduler:
         reservation = planning.reservations.pop(victim.request_id, None)
         if reservation is not None:
             planning.num_tokens_left += reservation.num_tokens
-        victim_id = victim.request_id
         victim.num_preemptions += 1
         self._return_to_queue(victim)
         self.counters.num_preemptions += 1
-        planning.preempted.append(victim_id)
+        planning.preempted.append(victim.request_id)
 
     def _plan_waiting(self, planning: _Planning) -> None:
         while (sequence := self._waiting.first()) is not None:

@@ -1,0 +1,132 @@
+"""Flags and environment: all problems at once, foreign flags never in silence, one table for help and reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvpilot_engine.cli import main
+from kvpilot_engine.errors import SettingsError
+from kvpilot_engine.flags import FOREIGN, HONOURED, build_help, build_reference
+from kvpilot_engine.settings import EngineSettings
+
+REFERENCE = Path(__file__).parents[3] / "docs" / "reference" / "flags.md"
+
+
+def load(*argv: str, **environ: str) -> EngineSettings:
+    return EngineSettings.load(argv, environ)
+
+
+def problems_of(*argv: str, **environ: str) -> tuple[str, ...]:
+    with pytest.raises(SettingsError) as caught:
+        load(*argv, **environ)
+    return caught.value.problems
+
+
+def test_serve_word_and_model_flag_mean_the_same() -> None:
+    assert load("serve", "m.gguf", "--port", "1") == load("--model", "m.gguf", "--port=1")
+    assert load("serve", "m.gguf").server.served_names == ("m.gguf",)
+
+
+def test_flag_wins_over_environment_over_default() -> None:
+    assert load("serve", "m").scheduler.max_num_seqs == 64
+    assert load("serve", "m", KVPILOT_MAX_NUM_SEQS="8").scheduler.max_num_seqs == 8
+    settings = load("serve", "m", "--max-num-seqs", "4", KVPILOT_MAX_NUM_SEQS="8")
+    assert settings.scheduler.max_num_seqs == 4
+    assert settings.service.max_num_seqs == 4
+
+
+def test_every_flag_reaches_its_part(tmp_path: Path) -> None:
+    settings = load(
+        *("serve", "m", "--served-model-name", "a", "b", "--host", "::1", "--port", "9", "--api-key", "k"),
+        *("--gpu-memory-utilization", "0.5", "--device-memory", "4Gi", "--block-size", "32", "--max-model-len", "2k"),
+        *("--no-enable-prefix-caching", "--max-num-batched-tokens", "128", "--max-queue-len", "3"),
+        *("--tuning-file", "t", "--state-dir", "s", "--termination-log", "l", "--drain-timeout", "7", "-tp", "1"),
+    )
+    assert settings.server.served_names == ("a", "b")
+    assert (settings.server.host, settings.server.port, settings.server.api_key) == ("::1", 9, "k")
+    assert settings.execution.memory_utilization == settings.service.gpu_memory_utilization == 0.5
+    assert settings.execution.device_memory_bytes == 4 * 2**30
+    assert (settings.cache.block_size, settings.cache.enable_prefix_caching) == (32, False)
+    assert (settings.execution.max_model_len, settings.scheduler.max_num_batched_tokens) == (2000, 128)
+    assert (settings.scheduler.max_queue_len, settings.service.max_queue_len) == (3, 3)
+    assert (settings.service.tuning_file, settings.service.state_dir) == (Path("t"), Path("s"))
+    assert (settings.service.termination_log, settings.server.drain_timeout_s) == (Path("l"), 7)
+
+
+def test_all_problems_are_listed_with_their_names() -> None:
+    problems = problems_of(
+        "serve", "m", "--port", "99999", "--dtype", "bfloat16", "--max-nun-seqs", "3", KVPILOT_BLOCK_SIZE="x"
+    )
+    text = "\n".join(problems)
+    assert len(problems) == 4
+    assert "--port is '99999'" in text
+    assert "bfloat16 is not supported yet" in text
+    assert "was --max-num-seqs meant?" in text
+    assert "KVPILOT_BLOCK_SIZE is 'x'" in text
+
+
+def test_missing_model_and_missing_value_are_problems() -> None:
+    assert "--model" in problems_of()[0]
+    assert problems_of("serve", "m", "--port") == ("--port: a value is needed",)
+
+
+def test_key_is_never_shown() -> None:
+    assert "s3cret" not in "".join(problems_of("serve", "m", "--api-key=", "--port", "x", KVPILOT_API_KEY="s3cret"))
+
+
+def test_service_link_of_kubernetes_is_not_a_port() -> None:
+    assert load("serve", "m", KVPILOT_PORT="tcp://10.0.0.1:8000").server.port == 8000
+
+
+def test_command_line_of_vllm_works_with_warnings() -> None:
+    settings = load(
+        *("--model", "m", "--enable-chunked-prefill", "--swap-space", "4", "--enforce-eager", "--disable-log-requests"),
+        *("--max_num_seqs", "5", "--kv-cache-dtype", "auto", "--quantization", "auto", "--max-logprobs", "5"),
+    )
+    assert settings.scheduler.max_num_seqs == 5
+    assert [warning.split(":")[0] for warning in settings.warnings] == [
+        "--enable-chunked-prefill",
+        "--swap-space",
+        "--enforce-eager",
+        "--disable-log-requests",
+        "--max-logprobs",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flag", "meant"),
+    [
+        ("--chunked-prefill", "--enable-chunked-prefill"),
+        ("--max-chunk-list-len", "--max-num-batched-tokens"),
+        ("--num-prefill-threads", "--max-num-batched-tokens"),
+        ("--tool-call-parser", "tool calls"),
+    ],
+)
+def test_flags_without_their_effect_are_refused(flag: str, meant: str) -> None:
+    problems = problems_of("serve", "m", flag, "4")
+    assert meant in problems[0]
+
+
+def test_names_of_flags_are_unique_and_helped() -> None:
+    names = [flag.name for flag in HONOURED] + [flag.name for flag in FOREIGN]
+    assert len(names) == len(set(names))
+    assert all(flag.text in build_help() for flag in HONOURED)
+
+
+def test_reference_is_the_one_that_the_table_makes() -> None:
+    assert REFERENCE.read_text(encoding="utf-8") == build_reference()
+
+
+def test_bad_settings_end_with_64_and_last_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "log"
+    assert main(["serve", "m", "--port", "x", f"--termination-log={log}"]) == 64
+    assert "InvalidSettings" in log.read_text()
+    assert "--port is 'x'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_help_and_version_need_no_model(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([option]) == 0
+    assert capsys.readouterr().out

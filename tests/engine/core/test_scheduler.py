@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvpilot_engine.core.ids import TokenId
 from kvpilot_engine.core.kv_cache_manager import KVCacheManager
+from kvpilot_engine.core.preemption import MAX_PREEMPTIONS
 from kvpilot_engine.core.request import GenerationRequest
 from kvpilot_engine.core.scheduler import Scheduler
 from kvpilot_engine.core.scheduler_output import FinishReason, ModelRunnerOutput, SchedulerOutput, SequenceOutput
@@ -143,6 +144,29 @@ def test_a_victim_that_was_already_planned_leaves_its_share_to_others() -> None:
     plan = bench.scheduler.schedule()
     assert plan.preempted == ("victim",)
     assert [s.request_id for s in plan.scheduled] == ["oldest", "old", "needy", "last"]
+
+
+def test_one_that_finds_only_spared_ones_sits_the_step_out_and_the_oldest_does_not() -> None:
+    bench = Bench(distinct("oldest", 8), distinct("needy", 8), distinct("other", 9), num_blocks=64)
+    bench.step()
+    for sequence in bench.scheduler._running.values():
+        sequence.num_preemptions = MAX_PREEMPTIONS
+    pool = bench.kv_cache.pool
+    ballast = pool.allocate(pool.num_available - 1)
+    assert ballast is not None
+    plan = bench.scheduler.schedule()
+    assert work(plan) == [("oldest", 8, 1, True), ("other", 9, 1, True)]
+    assert plan.preempted == ()
+    bench.scheduler.update_from_output(plan, bench.runner.execute(plan))
+    pool.free(ballast)
+    assert ("needy", 8, 1, True) in work(bench.step()[0])
+
+
+def test_a_budget_smaller_than_the_batch_serves_those_who_came_first() -> None:
+    bench = Bench(*(distinct(name, 2) for name in "abc"))
+    bench.step()
+    bench.scheduler._settings = replace(bench.scheduler._settings, max_num_batched_tokens=2)
+    assert [s.request_id for s in bench.step()[0].scheduled] == ["a", "b"]
 
 
 @pytest.mark.parametrize("budget", [3, 64])

@@ -6,7 +6,10 @@ import copy
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from kvpilot_operator.core.drift import find_drift
 from kvpilot_operator.core.overlay import merge_pod_template
 from kvpilot_operator.errors import InvalidSpecError
 
@@ -71,3 +74,40 @@ def test_label_named_like_a_list_is_just_a_label() -> None:
 def test_what_can_not_be_merged_is_refused_with_its_path(overlay: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidSpecError, match=words):
         merge_pod_template(BASE, overlay)
+
+
+_SCALARS = st.one_of(st.integers(0, 3), st.sampled_from(["a", "b"]), st.booleans())
+_NAMES = st.sampled_from(["a", "b", "c"])
+
+
+def named(**inner: st.SearchStrategy[Any]) -> st.SearchStrategy[list[dict[str, Any]]]:
+    element = st.fixed_dictionaries({"name": _NAMES}, optional={"value": _SCALARS, **inner})
+    return st.lists(element, max_size=3, unique_by=lambda item: str(item["name"]))
+
+
+POD_SPECS = st.fixed_dictionaries(
+    {},
+    optional={
+        "nodeSelector": st.dictionaries(_NAMES, _SCALARS, max_size=3),
+        "tolerations": st.lists(st.dictionaries(_NAMES, _SCALARS, max_size=2), max_size=2),
+        "containers": named(env=named(), command=st.lists(_NAMES, max_size=2)),
+        "volumes": named(),
+    },
+)
+
+
+@given(POD_SPECS, POD_SPECS)
+def test_merging_twice_is_merging_once(base: dict[str, Any], overlay: dict[str, Any]) -> None:
+    once = merge_pod_template(base, overlay)
+    assert merge_pod_template(once, overlay) == once
+
+
+@given(POD_SPECS, POD_SPECS)
+def test_all_of_the_overlay_is_in_the_result(base: dict[str, Any], overlay: dict[str, Any]) -> None:
+    assert find_drift(overlay, merge_pod_template(base, overlay)) == frozenset()
+
+
+@given(POD_SPECS)
+def test_empty_sides_change_nothing(template: dict[str, Any]) -> None:
+    assert merge_pod_template(template, {}) == template
+    assert merge_pod_template({}, template) == template

@@ -13,6 +13,7 @@ from kvpilot_operator.core.naming import Owner
 from kvpilot_operator.core.observation import ChildObservation
 from kvpilot_operator.core.ports import Manifest
 from kvpilot_operator.core.template_pinning import TemplateChoice, build_revision_of, choose_template, inputs_hash
+from kvpilot_operator.errors import InvalidSpecError
 
 OWNER = Owner(NamespacedName("ns", "llama"), "uid-1")
 
@@ -176,3 +177,11 @@ def test_hash_of_a_spec_ignores_what_has_its_default() -> None:
     """A later version's new field, with its default, must not change the hash of an old object."""
     assert inputs_hash(parse(engine={"device": "cuda", "maxNumSeqs": 64}), OWNER) == inputs_hash(parse(), OWNER)
     assert inputs_hash(parse(), OWNER) != inputs_hash(parse(), OWNER._replace(key=NamespacedName("ns", "other")))
+
+
+@pytest.mark.parametrize(
+    "overlay", [{"spec": {"containers": [{"name": "engine", "$patch": "delete"}]}}, {"$patch": "replace"}]
+)
+def test_overlay_that_takes_the_engine_away_is_refused(cluster: Cluster, overlay: dict[str, Any]) -> None:
+    with pytest.raises(InvalidSpecError, match="takes away the container 'engine'"):
+        cluster.reconcile(podTemplate=overlay)

@@ -21,6 +21,7 @@ from kvpilot_operator.core.pod_template import build_pod_template
 from kvpilot_operator.core.ports import Manifest
 from kvpilot_operator.core.resources import CONTROLLER_REVISIONS
 from kvpilot_operator.core.spec_parsing import dump_dataclass
+from kvpilot_operator.errors import InvalidSpecError
 
 _POD_RELEVANT = ("model", "engine", "resources", "startup", "drain", "podTemplate")
 """Parts of the spec that a pod is made from; the others are applied without a new pod."""
@@ -123,6 +124,9 @@ def build_revision_of(choice: TemplateChoice, owner: Owner) -> Manifest:
 
 def _render(spec: LLMDeploymentSpec, owner: Owner, image: str, inputs: str, revision: int) -> StoredTemplate:
     template = merge_pod_template(build_pod_template(spec, owner, image), spec.pod_template)
-    return StoredTemplate(
+    rendered = StoredTemplate(
         template_hash=content_hash([inputs, template]), inputs_hash=inputs, revision=revision, template=template
     )
+    if not rendered.image:
+        raise InvalidSpecError(f"spec.podTemplate takes away the container {CONTAINER_ENGINE!r}")
+    return rendered

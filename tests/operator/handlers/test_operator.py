@@ -1,0 +1,244 @@
+"""The operator as it runs: kopf, queue, lease and adapter together, against a real API server."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvpilot_operator.testing import make_object
+
+if TYPE_CHECKING:
+    from tests.operator.handlers.conftest import Cluster, OperatorProcess
+else:
+    Cluster = OperatorProcess = Any
+
+pytestmark = pytest.mark.apiserver
+
+CHILDREN = (
+    ("deployment", "llama"),
+    ("service", "llama"),
+    ("poddisruptionbudget", "llama"),
+    ("configmap", "llama-tuning"),
+)
+
+
+def read(port: int, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+    except OSError:
+        return 0, ""
+
+
+def has_all_children(cluster: Cluster) -> bool:
+    return all(cluster.get(kind, name) for kind, name in CHILDREN)
+
+
+def create(cluster: Cluster, name: str = "llama", **spec: Any) -> None:
+    cluster.apply(make_object(name, cluster.namespace, **spec))
+
+
+def assert_nothing_was_forbidden(operator: OperatorProcess) -> None:
+    text = operator.log.read_text()
+    assert "403" not in text
+    assert "orbidden" not in text
+    assert not [line for line in operator.lines if line["level"] in ("WARNING", "ERROR", "RAW")], text
+
+
+@pytest.mark.parametrize("clusterwide", [False, True], ids=["namespaced", "cluster-wide"])
+def test_children_appear_with_exactly_the_shipped_rights(cluster: Cluster, *, clusterwide: bool) -> None:  # C14
+    create(cluster, replicas=2)
+    operator = cluster.start_operator(clusterwide=clusterwide)
+    cluster.wait(lambda: cluster.condition("Ready"), "a status", limit_s=10)
+    assert has_all_children(cluster)
+    deployment = cluster.get("deployment", "llama")
+    assert deployment is not None
+    assert deployment["spec"]["replicas"] == 2
+    status = cluster.object()["status"]
+    assert status["observedGeneration"] == 1
+    assert status["image"] == "engine:1"
+    cluster.admin.patch("llmdeployment", "llama", {"spec": {"scaling": {"mode": "External"}}})
+    cluster.wait(lambda: cluster.condition("ScalingActive").get("reason") == "ExternalScaler", "External mode")
+    cluster.wait(lambda: cluster.admin.list("pods"), "pods of the Deployment")
+    code, metrics = read(operator.metrics_port, "/metrics")
+    assert code == 200
+    assert "kvpilot_operator_lease_held 1.0" in metrics
+    assert 'code="403"' not in metrics
+    assert_nothing_was_forbidden(operator)
+
+
+def test_no_object_ever_has_a_finalizer_or_an_annotation_of_the_framework(cluster: Cluster) -> None:  # C1, C2
+    create(cluster)
+    cluster.start_operator()
+    cluster.wait(lambda: cluster.condition("Ready"), "a status")
+    cluster.wait(lambda: cluster.admin.list("pods"), "pods of the Deployment")
+    objects = [cluster.object(), *(cluster.get(kind, name) or {} for kind, name in CHILDREN)]
+    objects += cluster.admin.list("pods")
+    for manifest in objects:
+        metadata = manifest["metadata"]
+        assert "finalizers" not in metadata
+        assert not [key for key in metadata.get("annotations", {}) if "kopf" in key or "zalando" in key]
+    assert "kopf" not in cluster.object()["status"]
+
+
+def test_deleted_and_edited_children_are_restored(cluster: Cluster) -> None:  # C5
+    create(cluster)
+    cluster.start_operator()
+    cluster.wait(lambda: cluster.condition("Ready"), "a status")
+    uids = {kind: cluster.get(kind, name) for kind, name in CHILDREN}
+    for kind, name in CHILDREN:
+        cluster.admin.delete(kind, name)
+
+    def are_all_new() -> bool:
+        return all(
+            (found := cluster.get(kind, name)) and found["metadata"]["uid"] != uids[kind]["metadata"]["uid"]
+            for kind, name in CHILDREN
+        )
+
+    cluster.wait(are_all_new, "every child to be made again")
+    template = {"containers": [{"name": "engine", "image": "evil:1"}]}
+    patch = {"spec": {"template": {"spec": template}}}
+    cluster.admin.run("patch", "deployment", "llama", "--type=strategic", "-p", json.dumps(patch))
+    cluster.admin.patch(
+        "service", "llama", {"metadata": {"annotations": {"team": "blue"}}, "spec": {"selector": {"a": "b"}}}
+    )
+
+    def is_reverted() -> bool:
+        deployment, service = cluster.get("deployment", "llama"), cluster.get("service", "llama")
+        assert deployment is not None
+        assert service is not None
+        image = deployment["spec"]["template"]["spec"]["containers"][0]["image"]
+        return image == "engine:1" and service["spec"]["selector"].get("kvpilot.dev/deployment") == "llama"
+
+    cluster.wait(is_reverted, "the edits to be reverted")
+    service = cluster.get("service", "llama")
+    assert service is not None
+    assert service["metadata"]["annotations"]["team"] == "blue"
+
+
+def test_an_orphaned_deployment_is_owned_again(cluster: Cluster) -> None:  # C5
+    create(cluster)
+    cluster.start_operator()
+    cluster.wait(lambda: cluster.condition("Ready"), "a status")
+    before = cluster.get("deployment", "llama")
+    assert before is not None
+    cluster.admin.delete("llmdeployment", "llama", "--cascade=orphan")
+    create(cluster)
+    uid = cluster.object()["metadata"]["uid"]
+
+    def is_owned() -> bool:
+        deployment = cluster.get("deployment", "llama")
+        assert deployment is not None
+        return [r["uid"] for r in deployment["metadata"].get("ownerReferences", [])] == [uid]
+
+    cluster.wait(is_owned, "the Deployment to be owned by the new object")
+    after = cluster.get("deployment", "llama")
+    assert after is not None
+    assert after["metadata"]["uid"] == before["metadata"]["uid"]
+    cluster.admin.delete("llmdeployment", "llama")
+    cluster.wait(lambda: not cluster.get("deployment", "llama"), "the Deployment to go with its owner")
+
+
+def test_an_overlay_that_is_no_pod_template_is_a_condition_and_mended_by_an_edit(cluster: Cluster) -> None:  # C10
+    create(cluster, podTemplate={"spec": {"nodeSelector": "gpu"}})
+    operator = cluster.start_operator()
+    cluster.wait(lambda: cluster.condition("Ready").get("reason") == "InvalidSpec", "InvalidSpec")
+    assert "nodeSelector" in cluster.condition("Ready")["message"]
+    assert cluster.condition("Degraded")["status"] == "True"
+    cluster.admin.patch("llmdeployment", "llama", {"spec": {"podTemplate": {"spec": {"nodeSelector": {"a": "b"}}}}})
+    cluster.wait(lambda: has_all_children(cluster), "the children")
+    cluster.wait(lambda: cluster.condition("Degraded").get("status") == "False", "the condition to clear")
+    assert not [line for line in operator.lines if "Traceback" in line["message"]]
+
+
+def test_deleting_an_object_or_its_namespace_never_waits_for_an_operator(cluster: Cluster) -> None:  # C1, C2
+    create(cluster)
+    create(cluster, "other")
+    operator = cluster.start_operator()
+    cluster.wait(lambda: cluster.condition("Ready") and cluster.condition("Ready", "other"), "a status")
+    operator.kill()
+    cluster.admin.run("delete", "llmdeployment", "llama", "--timeout=10s")
+    cluster.wait(lambda: not any(cluster.get(kind, name) for kind, name in CHILDREN), "the children to be collected")
+    cluster.admin.run("delete", "namespace", cluster.namespace, "--timeout=50s")
+
+
+def test_a_killed_operator_is_continued_by_the_next(cluster: Cluster) -> None:  # C6
+    create(cluster, replicas=2)
+    create(cluster, "goes")
+    operator = cluster.start_operator()
+    cluster.wait(lambda: cluster.get("configmap", "llama-tuning"), "the first child")
+    operator.kill()
+    cluster.admin.patch("llmdeployment", "llama", {"spec": {"service": {"port": 9000}}})
+    cluster.admin.delete("llmdeployment", "goes")
+    cluster.start_operator()
+
+    def is_current() -> bool:
+        service = cluster.get("service", "llama")
+        return bool(service) and service["spec"]["ports"][0]["port"] == 9000 and has_all_children(cluster)
+
+    cluster.wait(is_current, "the state of the spec")
+    cluster.wait(lambda: cluster.object()["status"].get("observedGeneration") == 2, "the status")
+    deployment = cluster.get("deployment", "llama")
+    assert deployment is not None
+    assert deployment["spec"]["replicas"] == 2
+    assert len(cluster.admin.list("controllerrevisions", selector="kvpilot.dev/deployment=llama")) == 1
+    cluster.wait(lambda: not cluster.get("deployment", "goes"), "nothing to be left of the deleted object")
+
+
+def test_a_second_operator_does_not_write_until_the_first_is_gone(cluster: Cluster) -> None:  # C7
+    first = cluster.start_operator()
+    cluster.wait(lambda: read(first.metrics_port, "/readyz")[0] == 200, "the first to be ready")
+    second = cluster.start_operator()
+    cluster.wait(lambda: "another operator holds the lease" in second.log.read_text(), "the second to wait")
+    assert read(second.metrics_port, "/readyz")[0] == 503
+    assert read(second.health_port, "/healthz")[0] == 200
+    assert "kvpilot_operator_lease_held 0.0" in read(second.metrics_port, "/metrics")[1]
+    create(cluster)
+    cluster.wait(lambda: cluster.condition("Ready"), "the first to act")
+    first.stop()
+    cluster.admin.delete("service", "llama")
+    cluster.wait(lambda: cluster.get("service", "llama"), "the second to act")
+    assert "holding the lease" in second.log.read_text()
+
+
+def test_an_unchanged_object_costs_no_writes(cluster: Cluster) -> None:
+    create(cluster)
+    operator = cluster.start_operator()
+    cluster.wait(lambda: cluster.condition("Ready"), "a status")
+    settled = count_calls(operator, "patch")
+    cluster.wait(lambda: (now := count_calls(operator, "list")) > 100 and now, "some ticks")
+    later = count_calls(operator, "patch")
+    cluster.wait(lambda: count_calls(operator, "list") > 200, "more ticks")
+    assert count_calls(operator, "patch") == later
+    assert later - settled <= 4
+
+
+def count_calls(operator: OperatorProcess, verb: str) -> int:
+    lines = read(operator.metrics_port, "/metrics")[1].splitlines()
+    found = [line for line in lines if line.startswith("kvpilot_operator_api_calls_total") and f'verb="{verb}"' in line]
+    return int(sum(float(line.rsplit(" ", 1)[1]) for line in found))
+
+
+def test_wrong_settings_end_the_start_with_all_problems(cluster: Cluster) -> None:
+    operator = cluster.start_operator(KVPILOT_OPERATOR_WORKERS="0", KVPILOT_OPERATOR_COLOUR="blue")
+    assert operator.process.wait(20) == 64
+    text = operator.log.read_text()
+    assert "KVPILOT_OPERATOR_WORKERS: must be above 0" in text
+    assert "KVPILOT_OPERATOR_COLOUR: unknown setting" in text
+
+
+def test_stopping_is_quick_and_clean(cluster: Cluster) -> None:
+    operator = cluster.start_operator()
+    cluster.wait(lambda: read(operator.health_port, "/healthz")[0] == 200, "health")
+    operator.stop()
+    assert operator.process.returncode == 0
+    lease = cluster.get("lease", "kvpilot-operator")
+    assert lease is not None
+    assert not lease["spec"].get("holderIdentity")
+    assert not [line for line in operator.lines if line["level"] in ("ERROR", "RAW")]

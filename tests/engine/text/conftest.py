@@ -6,8 +6,12 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from kvpilot_engine.text.model_text import ModelText, load_model_text
+
+settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
+settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")

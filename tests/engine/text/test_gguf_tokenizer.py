@@ -118,6 +118,14 @@ def test_only_the_kinds_that_llama_cpp_treats_so_add_a_bos_unasked() -> None:
     assert not build_gguf_tokenizer(stated, Path("x.gguf")).policy.adds_bos
 
 
+def test_a_whole_token_counts_before_its_merges_only_where_llama_cpp_says_so() -> None:
+    changes = {"tokens": ["a", "b", "c", "ab", "bc", "abc"], "token_type": [1] * 6, "merges": ["a b", "b c"]}
+    by_merges = build_gguf_tokenizer(_make_metadata(**changes), Path("x.gguf"))
+    whole_first = build_gguf_tokenizer(_make_metadata(pre="llama-bpe", **changes), Path("x.gguf"))
+    assert by_merges.encode("abc", specials_as_text=True) == [3, 2]
+    assert whole_first.encode("abc", specials_as_text=True) == [5]
+
+
 def test_a_special_id_outside_the_vocabulary_is_none() -> None:
     policy = build_gguf_tokenizer(_make_metadata(bos_token_id=99, add_bos_token=True), Path("x.gguf")).policy
     assert policy.bos_id is None

@@ -33,6 +33,14 @@ class TokenizerPolicy:
     """The first space of a whole decoded text was put there by the tokenizer (SentencePiece)."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Special:
+    token_id: TokenId
+    strips_left: bool
+    """Takes the white space before it with it."""
+    strips_right: bool
+
+
 class Tokenizer:
     """Safe to use from several threads: nothing changes after construction."""
 
@@ -57,8 +65,11 @@ class Tokenizer:
         self.policy = policy
         added = {TokenId(i): token for i, token in backend.get_added_tokens_decoder().items()}
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        self._special_ids_by_text = {added[i].content: i for i in self.special_ids}
-        self._special_pattern = _compile_special_pattern([added[i] for i in self.special_ids])
+        self._specials_by_text = {
+            added[i].content: _Special(i, strips_left=added[i].lstrip, strips_right=added[i].rstrip)
+            for i in self.special_ids
+        }
+        self._special_pattern = _compile_special_pattern(self._specials_by_text)
         ids_by_text = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(ids_by_text.values()) + 1
         self._bytes = [b""] * self.vocab_size
@@ -67,7 +78,7 @@ class Tokenizer:
 
     @property
     def special_texts(self) -> Iterable[str]:
-        return self._special_ids_by_text.keys()
+        return self._specials_by_text.keys()
 
     def encode(self, text: str, *, specials_as_text: bool) -> list[TokenId]:
         """Encode `text` without adding a BOS; specials_as_text for anything a user wrote."""
@@ -94,10 +105,16 @@ class Tokenizer:
         parts: list[str | TokenId] = []
         end = 0
         for match in self._special_pattern.finditer(text):
-            if match.start() > end:
-                parts.append(text[end : match.start()])
-            parts.append(self._special_ids_by_text[match.group(match.lastgroup or 0)])
+            special = self._specials_by_text[match.group()]
+            before = text[end : match.start()]
+            if special.strips_left:
+                before = before.rstrip()
+            if before:
+                parts.append(before)
+            parts.append(special.token_id)
             end = match.end()
+            while special.strips_right and text[end : end + 1].isspace():
+                end += 1
         if end < len(text):
             parts.append(text[end:])
         return parts
@@ -123,15 +140,7 @@ class Tokenizer:
         return text.removeprefix(" ") if self.policy.drops_leading_space else text
 
 
-def _compile_special_pattern(specials: list[tokenizers.AddedToken]) -> re.Pattern[str] | None:
-    """Longest first, as `tokenizers` matches; lstrip and rstrip take the white space beside the token with it."""
-    if not specials:
-        return None
-    longest_first = sorted(specials, key=lambda token: len(token.content), reverse=True)
-    space = {True: r"\s*", False: ""}
-    return re.compile(
-        "|".join(
-            f"{space[token.lstrip]}(?P<t{n}>{re.escape(token.content)}){space[token.rstrip]}"
-            for n, token in enumerate(longest_first)
-        )
-    )
+def _compile_special_pattern(texts: Iterable[str]) -> re.Pattern[str] | None:
+    """Longest first, as `tokenizers` matches."""
+    longest_first = sorted(texts, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None

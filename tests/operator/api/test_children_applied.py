@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from kvpilot_operator.core.drift import find_drift
 from kvpilot_operator.core.keys import NamespacedName
 from kvpilot_operator.core.overlay import MERGE_KEYS, merge_pod_template
 from kvpilot_operator.core.pod_template import build_pod_template
-from kvpilot_tools.kubectl import Kubectl, KubectlError
+from kvpilot_tools.kubectl import Kubectl, KubectlError, wait_for
 from kvpilot_tools.manifests import Object
 
 pytestmark = pytest.mark.apiserver
@@ -190,6 +191,21 @@ def test_overlay_merges_as_the_servers_strategic_merge_patch(kubectl: Kubectl, o
     merged["metadata"]["name"] = "overlaid-by-us"
     ours = json.loads(kubectl.run("create", "--dry-run=server", "-o", "json", "-f", "-", stdin=json.dumps(merged)))
     assert sorted_lists(ours["spec"]["template"]) == sorted_lists(theirs["spec"]["template"])
+
+
+def test_engine_pod_is_allowed_where_pods_are_restricted(kubectl: Kubectl) -> None:
+    """Pod Security's strictest profile, as the API server itself applies it."""
+    kubectl.run("create", "namespace", "restricted")
+    kubectl.run("label", "namespace", "restricted", "pod-security.kubernetes.io/enforce=restricted")
+    strict = replace(kubectl, namespace="restricted")
+    wait_for(lambda: strict.get("serviceaccount", "default") is not None, "the service account", limit_s=30)
+    owner = naming.Owner(NamespacedName("restricted", "engine"), "uid")
+    template = build_pod_template(spec_of(**SPECS["everything"]), owner, "example.com/engine:1")
+    pod = {"apiVersion": "v1", "kind": "Pod", **template, "metadata": {**template["metadata"], "name": "engine"}}
+    strict.run("create", "--dry-run=server", "-f", "-", stdin=json.dumps(pod))
+    pod["spec"]["containers"][0]["securityContext"]["allowPrivilegeEscalation"] = True
+    with pytest.raises(KubectlError, match="violates PodSecurity"):
+        strict.run("create", "--dry-run=server", "-f", "-", stdin=json.dumps(pod))
 
 
 def test_bad_overlay_is_refused_by_apply_in_the_words_that_mean_invalid_spec(kubectl: Kubectl) -> None:

@@ -46,7 +46,7 @@ def parse_dataclass(cls: type[T], value: object, path: str, problems: list[str])
     if not isinstance(value, Mapping):
         problems.append(f"{path} must be an object")
         return None
-    hints = _type_hints(cls)
+    hints = _type_hints(cls)  # type: ignore[arg-type] # every class is hashable
     known: dict[str, Any] = {}
     num_problems = len(problems)
     for item in fields(cls):  # type: ignore[arg-type] # T is always a dataclass here

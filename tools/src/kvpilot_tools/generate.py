@@ -5,16 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvpilot_tools.chart import crd_copies, readme
+from kvpilot_tools.crd_reference import REFERENCE, crd_markdown
 from kvpilot_tools.repository import CHART, ROOT
 
 
 def expected() -> dict[Path, str]:
     """Path → text of every generated file."""
-    from kvpilot_engine.settings import flags_markdown  # only needed here, and pulls in the engine
+    from kvpilot_engine.flags import build_reference  # only needed here, and pulls in the engine
 
     files = {copy: source.read_text() for source, copy in crd_copies().items()}
     files[CHART / "README.md"] = readme()
-    files[ROOT / "docs" / "reference" / "flags.md"] = flags_markdown()
+    files[REFERENCE] = crd_markdown()
+    files[ROOT / "docs" / "reference" / "flags.md"] = build_reference()
     return files
 
 

@@ -22,7 +22,6 @@ PROMPTS = (
     "Once upon a time, in a small village by the sea,",
     "<|im_start|>user\nWhy is the sky blue?<|im_end|>\n<|im_start|>assistant\n",
     "In 1969, the first humans landed on the Moon. The mission was called Apollo 11 and its commander was",
-    "Water boils at 100 degrees Celsius at sea level. On a high mountain",
 )
 
 

@@ -72,9 +72,10 @@ def find_checkpoint(path: Path) -> Path:
 def _download(reference: HubReference, revision: str | None, cache_dir: Path | None) -> Path:
     # imported here: a second of imports that local models don't need
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
+    from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is the transport's own
         GatedRepoError,
         HfHubHTTPError,
+        HTTPError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
@@ -104,7 +105,7 @@ def _download(reference: HubReference, revision: str | None, cache_dir: Path | N
                 f"the hub refused access to {name} (HTTP {status}); check the token (HF_TOKEN)"
             ) from error
         raise ModelNotFoundError(f"the hub answered HTTP {status} for {name}") from error
-    except (LocalEntryNotFoundError, OSError) as error:
+    except (LocalEntryNotFoundError, HTTPError, OSError) as error:
         # without a cached copy the hub's library wraps what the server said
         cause = error.__cause__
         if isinstance(cause, HfHubHTTPError) and cause.response.status_code in (401, 403):

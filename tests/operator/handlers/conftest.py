@@ -111,11 +111,16 @@ class Cluster:
         found: dict[str, Any] | None = self.admin.get(kind, name)
         return found
 
-    def object(self, name: str = "llama") -> dict[str, Any]:
+    def must_get(self, kind: str, name: str) -> dict[str, Any]:
+        found = self.get(kind, name)
+        assert found is not None, f"{kind} {name} is missing"
+        return found
+
+    def llmd(self, name: str = "llama") -> dict[str, Any]:
         return self.get("llmdeployment", name) or {}
 
     def condition(self, type_: str, name: str = "llama") -> dict[str, Any]:
-        conditions = self.object(name).get("status", {}).get("conditions", [])
+        conditions = self.llmd(name).get("status", {}).get("conditions", [])
         return next((c for c in conditions if c["type"] == type_), {})
 
     def wait(self, condition: Callable[[], object], what: str, limit_s: float = 30) -> None:

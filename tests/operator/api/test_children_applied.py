@@ -142,6 +142,17 @@ def test_apply_leaves_replicas_alone(kubectl: Kubectl) -> None:
     assert apply(kubectl, render(spec_of(startup={"timeoutSeconds": 60}), owner)[-1])["spec"]["replicas"] == 4
 
 
+@pytest.mark.parametrize("last", SPECS.keys())
+def test_what_the_spec_no_longer_says_is_gone_from_the_children(kubectl: Kubectl, last: str) -> None:
+    """After any changes the children are as if made at once: nothing of an earlier spec is left behind."""
+    changed, fresh = owner_in(kubectl, f"changed-{last}"), owner_in(kubectl, f"fresh-{last}")
+    for spec in (*SPECS.values(), SPECS[last]):
+        answers = [apply(kubectl, manifest) for manifest in render(spec_of(**spec), changed)[2:]]
+    for answer, manifest in zip(answers, render(spec_of(**SPECS[last]), fresh)[2:], strict=True):
+        made = apply(kubectl, manifest)
+        assert comparable(answer) == comparable(made, was="fresh", now="changed")
+
+
 def test_hand_edit_is_drift_and_is_reverted_while_additions_stay(kubectl: Kubectl) -> None:
     """# C5"""
     owner = owner_in(kubectl, "edited")
@@ -226,3 +237,14 @@ def sorted_lists(value: Any, name: str = "") -> Any:
         items = [sorted_lists(item) for item in value]
         return sorted(items, key=lambda item: str(item[MERGE_KEYS[name]])) if name in MERGE_KEYS else items
     return value
+
+
+def comparable(item: Object, was: str = "", now: str = "") -> Any:
+    """A child without what differs between two objects by themselves: names, addresses, versions."""
+    text = json.dumps(item["spec"])
+    spec = json.loads(text.replace(f"{was}-", f"{now}-") if was else text)
+    for own in ("clusterIP", "clusterIPs", "healthCheckNodePort", "replicas"):
+        spec.pop(own, None)
+    for port in spec.get("ports", []):
+        port.pop("nodePort", None)
+    return spec

@@ -1,1 +1,1 @@
-"""The pure core: facts in, decisions and manifests out. Standard library only; no kopf, client, clock or environment."""
+"""The pure core: facts in, decisions and manifests out. Standard library only; no kopf, client or clock."""

@@ -95,7 +95,8 @@ class TestReady:
         assert condition(status, ConditionType.DEGRADED) == ("True", Reason.HOST_OOM_KILLED)
 
     def test_not_while_a_pod_that_was_ready_crashes(self) -> None:  # C22
-        crashing = make_replica(ready=False, restart_count=3, last_termination=make_termination(1))
+        crashed = make_termination(1, finished_at=NOW)
+        crashing = make_replica(ready=False, restart_count=3, last_termination=crashed)
         status = compute(make_observation(crashing), compute(LOW))
         assert condition(status, ConditionType.READY) == ("False", Reason.CRASH_LOOP)
         assert condition(status, ConditionType.PROGRESSING) == ("False", Reason.CRASH_LOOP)
@@ -286,7 +287,7 @@ class TestEvents:
         assert told == 1
 
     def test_trouble_is_a_warning_and_short(self) -> None:
-        killed = make_termination(137, reason="OOMKilled")
+        killed = make_termination(137, reason="OOMKilled", finished_at=NOW)
         status = compute(make_observation(make_replica(ready=False, last_termination=killed)))
         [event] = compute_events(NEVER, status)
         assert (event.type, event.reason) == (EventType.WARNING, Reason.HOST_OOM_KILLED)

@@ -7,6 +7,7 @@ else's is up.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -22,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from kvpilot_tools.cluster import cgroups, mounts, network, pause_image
+from kvpilot_tools.cluster import cgroups, mounts, network, node, pause_image
 from kvpilot_tools.cluster import local_cluster as clusters
 from kvpilot_tools.cluster.cleanup import stray_processes
 from kvpilot_tools.cluster.errors import RequirementError
@@ -87,11 +88,11 @@ def wait_until(condition: Callable[[], bool], what: str, limit_s: float = 60.0) 
 
 
 @pytest.fixture(scope="module")
-def layout() -> Iterator[ClusterLayout]:
-    """Name a cluster for these tests, and take it away whatever happens."""
+def layout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterLayout]:
+    """Name a cluster for these tests, with an image store of its own, and take it away whatever happens."""
     if os.environ.get(FILE_VARIABLE):
         pytest.skip("these tests are about clusters of our own making")
-    own = layout_for("lifecycle")
+    own = dataclasses.replace(layout_for("lifecycle"), image_store=tmp_path_factory.mktemp("store"))
     for other in own.root.parent.glob("*/"):
         if other.name != own.name and noted_processes(other / "pids") and (other / "containerd").exists():
             reason = f"the cluster {other.name!r} has this machine's node: `kvpilot-cluster down --name {other.name}`"
@@ -227,6 +228,26 @@ def test_down_leaves_nothing(layout: ClusterLayout, up: Callable[[], UpResult], 
     assert not layout.root.exists()
     assert without_counters(look_at_machine()) == before
     clusters.down(layout, Progress())
+
+
+def test_up_survives_a_damaged_image_store(layout: ClusterLayout, up: Callable[[], UpResult]) -> None:
+    """The store outlives clusters, so one that can't be read would otherwise stop every later one."""
+    clusters.down(layout, Progress())
+    database = layout.image_store / "io.containerd.metadata.v1.bolt" / "meta.db"
+    database.parent.mkdir(parents=True, exist_ok=True)
+    database.write_bytes(b"not a database" * 1000)
+    up()
+    run_pod(Kubectl.for_kubeconfig(layout.kubeconfig), "on-a-new-store")
+
+
+def test_images_outlive_a_cluster_and_its_containers_do_not(layout: ClusterLayout, up: Callable[[], UpResult]) -> None:
+    up()
+    client = Kubectl.for_kubeconfig(layout.kubeconfig)
+    run_pod(client, "of-the-first")
+    clusters.down(layout, Progress())
+    up()
+    assert pause_image.REFERENCE in node.image_names(layout)
+    assert not node.forget_containers(layout)
 
 
 def test_down_leaves_other_rules_alone(layout: ClusterLayout, up: Callable[[], UpResult]) -> None:

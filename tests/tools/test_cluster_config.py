@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import tarfile
@@ -16,7 +17,7 @@ from kvpilot_tools.cluster.control_plane import ControlPlane
 from kvpilot_tools.cluster.layout import ClusterLayout
 from kvpilot_tools.cluster.record import ClusterRecord, choose_ports
 
-LAYOUT = ClusterLayout(name="test", root=Path("/state/test"))
+LAYOUT = ClusterLayout(name="test", root=Path("/state/test"), image_store=Path("/cache/containerd"))
 
 
 def plane(*, has_node: bool, has_controllers: bool = True) -> ControlPlane:
@@ -38,7 +39,7 @@ def test_containerd_works_in_its_own_folders_only() -> None:
     assert config["state"].startswith("/state/test/")
     assert config["grpc"]["address"].startswith("/state/test/")
     # A socket's path has 107 characters at most, and containerd puts `.ttrpc` behind this one.
-    longest = ClusterLayout(name="x" * 32, root=Path("/var/lib/kvpilot/cluster") / ("x" * 32))
+    longest = dataclasses.replace(LAYOUT, root=Path("/var/lib/kvpilot/cluster") / ("x" * 32))
     assert len(f"{longest.containerd_socket}.ttrpc") < 108
 
 

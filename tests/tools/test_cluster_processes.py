@@ -50,10 +50,14 @@ def test_a_daemon_is_detached_logged_and_noted(tmp_path: Path) -> None:
 
 
 def test_proxies_of_the_shell_do_not_reach_a_daemon(tmp_path: Path) -> None:
-    started = daemon(tmp_path, "env")
-    started.start({"HTTPS_PROXY": "http://proxy.invalid", "HOME": "/tmp"})
-    wait_until(lambda: "HOME=/tmp" in started.log.read_text())
-    assert "PROXY" not in started.log.read_text()
+    started = daemon(tmp_path, "sh", "-c", "env; echo end; exec sleep 60")
+    process = started.start({"HTTPS_PROXY": "http://proxy.invalid", "HOME": "/tmp"})
+    try:
+        wait_until(lambda: "end\n" in started.log.read_text())
+        assert "HOME=/tmp\n" in started.log.read_text()
+        assert "PROXY" not in started.log.read_text()
+    finally:
+        processes.stop([process], grace_s=0)
 
 
 def test_a_pid_that_was_given_out_again_is_not_ours() -> None:
@@ -84,7 +88,7 @@ def test_a_pid_file_that_was_cut_off_names_nothing(tmp_path: Path, content: str)
 
 
 def test_waiting_ends_with_the_log_when_the_daemon_has_ended(tmp_path: Path) -> None:
-    failing = daemon(tmp_path, "sh", "-c", "echo the port is taken; exec sleep 0.05")
+    failing = daemon(tmp_path, "sh", "-c", "echo the port is taken; exec sleep 0.3")
     failing.start(os.environ)
     with pytest.raises(StartError, match=r"(?s)sleeper ended while it was starting.*the port is taken"):
         failing.wait_ready(lambda: False, limit_s=30, beat=ignore)

@@ -78,7 +78,8 @@ def start_api_only(
         plane = ControlPlane(layout, record, binaries)
         plane.write_identities()
         try:
-            plane.start(environ, progress)
+            plane.start(environ)
+            plane.wait_ready(environ, progress)
         except StartError as error:
             if attempt == START_ATTEMPTS or not lost_a_port(layout):
                 raise
@@ -102,7 +103,7 @@ def remove_api_only(layout: ClusterLayout) -> None:
 def sweep_orphans(environ: Mapping[str, str]) -> None:
     """Remove API servers whose owner is gone."""
     for root in state_home(environ, is_root=os.geteuid() == 0).glob("api-*"):
-        layout = ClusterLayout(name=root.name, root=root)
+        layout = layout_for(root.name, environ)
         record = load_record(layout.settings_file)
         if record is not None and not record.has_node and record.owner is not None and not is_alive(record.owner):
             remove_api_only(layout)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from pathlib import Path
 
 from kvpilot_tools.cluster import cgroups, engine_env, mounts, network
@@ -37,11 +36,10 @@ _OUR_PROGRAMS = frozenset(
 )
 
 
-def remove_cluster(layout: ClusterLayout) -> float:
-    """Remove the cluster and return the seconds it took; fine when there is nothing."""
-    started = time.monotonic()
+def remove_cluster(layout: ClusterLayout) -> None:
+    """Remove the cluster; fine when there is nothing. The image store stays, as binaries in the cache do."""
     if not layout.root.exists():
-        return 0.0
+        return
     record = load_record(layout.settings_file)
     stop(noted_processes(layout.pids), grace_s=0)
     stop(stray_processes(layout.root), grace_s=0)
@@ -49,7 +47,6 @@ def remove_cluster(layout: ClusterLayout) -> float:
     if os.geteuid() == 0 and (record is None or record.has_node):
         _remove_node(layout, record)
     mounts.remove_tree(layout.root)
-    return time.monotonic() - started
 
 
 def stray_processes(root: Path, proc: Path = PROC) -> list[ProcessIdentity]:
@@ -76,6 +73,7 @@ def _remove_node(layout: ClusterLayout, record: ClusterRecord | None) -> None:
     cgroups.remove_group(cgroups.group_name(layout.name))
     _remove_shim_sockets(layout)
     mounts.release(layout.root)
+    mounts.release(layout.image_store)
     network.remove_links()
     if record is not None or network.has_own_rules():
         network.remove_rules(record.tables_before if record is not None else {})

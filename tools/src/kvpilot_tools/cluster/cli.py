@@ -54,6 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     down = commands.add_parser("down", help="stop it and remove all that it made")
     _add_name(down)
+    down.add_argument("--purge", action="store_true", help="also forget the images that the node was given")
     down.set_defaults(run=_down)
 
     status = commands.add_parser("status", help="what runs; exit status 3 when it is not ready")
@@ -150,7 +151,7 @@ def _down(options: argparse.Namespace, progress: Progress) -> int:
 
     layout = layout_for(options.name)
     existed = layout.root.exists()
-    seconds = local_cluster.down(layout, progress)
+    seconds = local_cluster.down(layout, progress, purge=options.purge)
     print(f"kvpilot-cluster down: {f'removed in {seconds:.1f} s' if existed else 'there was nothing'}")
     return 0
 
@@ -199,7 +200,7 @@ def _base_image(options: argparse.Namespace, progress: Progress) -> int:
     store.prepare()
     made = store.make_base()
     if options.load:
-        _load_if_missing(store, BASE_REFERENCE, options.name)
+        _load_if_missing(store, BASE_REFERENCE, options.name, is_new=made)
     print(
         f"kvpilot-cluster base-image: {BASE_REFERENCE} {'made' if made else 'was there'} ({progress.elapsed_s:.1f} s)"
     )

@@ -170,13 +170,14 @@ class ControlPlane:
             "--leader-elect=false",
         )
 
-    def start(self, environ: Mapping[str, str], progress: Progress) -> None:
-        """Start everything and return when the API server is ready; the controllers may still be starting then."""
-        etcd, api_server = self.etcd(), self.api_server()
-        etcd.start(environ)
-        # It waits for the database by itself; starting both at once saves its own start-up time.
-        api_server.start(environ)
-        client = self.client()
+    def start(self, environ: Mapping[str, str]) -> None:
+        """Start the database and the API server, which waits for it; `wait_ready` must follow."""
+        self.etcd().start(environ)
+        self.api_server().start(environ)
+
+    def wait_ready(self, environ: Mapping[str, str], progress: Progress) -> None:
+        """Return when the API server is ready; the controllers are started, but may not be ready then."""
+        etcd, api_server, client = self.etcd(), self.api_server(), self.client()
         api_server.wait_ready(
             lambda: etcd.process() is not None and client.is_ready(), limit_s=START_LIMIT_S, beat=progress.beat
         )

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvpilot_tools.cluster import engine_env, network
+from kvpilot_tools.cluster import engine_env, mounts, network
 from kvpilot_tools.cluster.api_server import START_ATTEMPTS, lost_a_port
 from kvpilot_tools.cluster.assets import ALL_ASSETS, AssetStore
 from kvpilot_tools.cluster.cleanup import KUBELET_DEFAULT, remove_cluster
@@ -82,10 +82,14 @@ def up(
     return result
 
 
-def down(layout: ClusterLayout, progress: Progress) -> float:
-    """Remove the cluster; returns the seconds it took."""
+def down(layout: ClusterLayout, progress: Progress, *, purge: bool = False) -> float:
+    """Remove the cluster, with `purge` also the images that its node was given; returns the seconds it took."""
+    began = progress.elapsed_s
     with locked(layout, progress):
-        return remove_cluster(layout)
+        remove_cluster(layout)
+        if purge:
+            mounts.remove_tree(layout.image_store)
+    return progress.elapsed_s - began
 
 
 def inspect(layout: ClusterLayout, binaries: Mapping[str, Path]) -> ClusterState | None:
@@ -126,10 +130,10 @@ def _start(
 def _make_room(layout: ClusterLayout, progress: Progress) -> None:
     """Remove what earlier runs left of any cluster with a node; refuses when another one runs."""
     for root in sorted(layout.root.parent.iterdir()):
-        other = ClusterLayout(name=root.name, root=root)
-        record = load_record(other.settings_file)
-        if other.root == layout.root or record is None or not record.has_node:
+        record = load_record(root / layout.settings_file.name)
+        if root == layout.root or record is None or not record.has_node:
             continue
+        other = dataclasses.replace(layout, name=root.name, root=root)
         if noted_processes(other.pids):
             raise RequirementError(
                 f"the cluster {other.name!r} has this machine's node;"
@@ -164,8 +168,9 @@ def _start_once(
     plane.write_identities()
     node.write_config()
     network.add_own_rules()
+    plane.start(environ)
     node.start_runtime(environ, progress)
-    plane.start(environ, progress)
+    plane.wait_ready(environ, progress)
     control_plane_s = progress.elapsed_s - began
     progress.line(f"control plane ready after {control_plane_s:.1f} s")
     node.start(environ)

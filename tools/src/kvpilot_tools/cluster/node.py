@@ -17,16 +17,21 @@ from typing import Any
 
 import yaml
 
-from kvpilot_tools.cluster import cgroups, pause_image
+from kvpilot_tools.cluster import cgroups, mounts, pause_image
 from kvpilot_tools.cluster.control_plane import NODE_NAME, POD_RANGE, START_LIMIT_S, ControlPlane
 from kvpilot_tools.cluster.errors import StartError
 from kvpilot_tools.cluster.layout import ClusterLayout
 from kvpilot_tools.cluster.network import BRIDGE
-from kvpilot_tools.cluster.processes import Daemon
+from kvpilot_tools.cluster.processes import Daemon, stop
 from kvpilot_tools.cluster.progress import Progress
 from kvpilot_tools.cluster.requirements import require_program
 
 GPU_RESOURCE = "nvidia.com/gpu"
+RUNTIME_LIMIT_S = 20.0
+MAX_OWN_IMAGES = 16
+"""Each change of the operator makes an image of its own; above this the node starts without those of earlier runs."""
+
+_OWN_IMAGES = "localhost/"
 _NODE_PATH = f"/api/v1/nodes/{NODE_NAME}"
 
 
@@ -35,7 +40,7 @@ def render_containerd(layout: ClusterLayout, cni_plugins: Path) -> str:
     cri = "io.containerd.grpc.v1.cri"
     return f"""\
 version = 2
-root = "{layout.containerd_root}"
+root = "{layout.image_store}"
 state = "{layout.containerd_state}"
 # `opt` would make /opt/containerd; the snapshotters would probe the disk for what is not used.
 disabled_plugins = [
@@ -159,7 +164,7 @@ class Node:
         layout, ports = self._layout, self.plane.record.ports
         plugins = require_program("cni:bridge").parent
         (layout.config / "cni").mkdir(exist_ok=True)
-        for folder in (layout.containerd_root, layout.containerd_state, layout.kubelet_root, layout.logs / "pods"):
+        for folder in (layout.image_store, layout.containerd_state, layout.kubelet_root, layout.logs / "pods"):
             folder.mkdir(parents=True, exist_ok=True)
         (layout.config / "containerd.toml").write_text(render_containerd(layout, plugins))
         (layout.config / "cni" / "kvpilot.conflist").write_text(json.dumps(build_cni_config(layout)))
@@ -201,14 +206,42 @@ class Node:
 
     def start_runtime(self, environ: Mapping[str, str], progress: Progress) -> None:
         """Start containerd and give it the pause image; needs no control plane."""
-        layout, containerd = self._layout, self.containerd()
+        layout = self._layout
         cgroups.make_group(cgroups.group_name(layout.name))
+        self._start_containerd(environ, progress)
+        if forget_containers(layout):
+            # It has read them already, and would report them to the kubelet.
+            self._stop_containerd()
+            self._start_containerd(environ, progress)
+        names = image_names(layout)
+        if len([name for name in names if name.startswith(_OWN_IMAGES)]) > MAX_OWN_IMAGES:
+            progress.line("forgetting the images of earlier runs, there are many")
+            remove_images(layout, sorted(names))
+        if pause_image.REFERENCE not in image_names(layout):
+            archive = layout.root / "pause.tar"
+            pause_image.write_archive(self.plane.binaries["pause"], archive)
+            import_image(layout, archive)
+            archive.unlink()
+
+    def _start_containerd(self, environ: Mapping[str, str], progress: Progress) -> None:
+        containerd = self.containerd()
         containerd.start(environ)
-        archive = layout.root / "pause.tar"
-        pause_image.write_archive(self.plane.binaries["pause"], archive)
-        containerd.wait_ready(self._runtime_answers, limit_s=START_LIMIT_S, beat=progress.beat)
-        import_image(layout, archive)
-        archive.unlink()
+        try:
+            containerd.wait_ready(self._runtime_answers, limit_s=RUNTIME_LIMIT_S, beat=progress.beat)
+        except StartError as error:
+            # The store outlives clusters; one that was damaged must not stop every later one.
+            progress.line(f"starting with an empty image store ({error.args[0].splitlines()[0]})")
+            self._stop_containerd()
+            mounts.release(self._layout.image_store)
+            mounts.remove_tree(self._layout.image_store)
+            self._layout.image_store.mkdir(parents=True)
+            containerd.start(environ)
+            containerd.wait_ready(self._runtime_answers, limit_s=RUNTIME_LIMIT_S, beat=progress.beat)
+
+    def _stop_containerd(self) -> None:
+        process = self.containerd().process()
+        if process is not None:
+            stop([process], grace_s=5)
 
     def start(self, environ: Mapping[str, str]) -> None:
         """Start the kubelet and kube-proxy; needs the API server."""
@@ -254,7 +287,9 @@ class Node:
         return self.plane.client().get("/api/v1/namespaces/default/serviceaccounts/default") is not None
 
     def _runtime_answers(self) -> bool:
-        return self._layout.containerd_socket.exists() and _ctr(self._layout, "version").returncode == 0
+        """Tell whether images can be listed: with a damaged store it answers other questions, but not this one."""
+        listed = ("-n", "k8s.io", "images", "ls", "-q")
+        return self._layout.containerd_socket.exists() and _ctr(self._layout, *listed).returncode == 0
 
 
 def import_image(layout: ClusterLayout, archive: Path) -> None:
@@ -262,6 +297,19 @@ def import_image(layout: ClusterLayout, archive: Path) -> None:
     done = _ctr(layout, "-n", "k8s.io", "images", "import", str(archive))
     if done.returncode != 0:
         raise StartError(f"containerd did not take {archive}: {done.stderr.strip()}")
+
+
+def forget_containers(layout: ClusterLayout) -> bool:
+    """Remove the containers that an earlier cluster left in the image store; returns whether there were any."""
+    listed = _ctr(layout, "-n", "k8s.io", "containers", "ls", "-q").stdout.split()
+    if listed:
+        _ctr(layout, "-n", "k8s.io", "containers", "rm", *listed)
+    return bool(listed)
+
+
+def remove_images(layout: ClusterLayout, names: list[str]) -> None:
+    """Remove images from the node."""
+    _ctr(layout, "-n", "k8s.io", "images", "rm", *names)
 
 
 def image_names(layout: ClusterLayout) -> set[str]:

@@ -1,4 +1,4 @@
-"""A request's logits are the same bits whatever happens around it: company, chunks, preemption, prefix hits, block size."""
+"""A request's logits are the same bits in company, in chunks, after preemption and prefix hits, in any block size."""
 
 from __future__ import annotations
 

@@ -76,6 +76,22 @@ OVERLAYS: dict[str, dict[str, Any]] = {
     },
     "nulls": {"spec": {"securityContext": {"runAsUser": None, "runAsGroup": None}, "enableServiceLinks": None}},
     "an element away": {"spec": {"containers": [{"name": "engine", "env": [{"name": "USER", "$patch": "delete"}]}]}},
+    "another kind of volume without a null": {
+        "spec": {"volumes": [{"name": "cache", "$retainKeys": ["name", "hostPath"], "hostPath": {"path": "/cache"}}]}
+    },
+    "an element taken away and put anew": {
+        "spec": {"volumes": [{"name": "cache", "$patch": "delete"}, {"name": "cache", "hostPath": {"path": "/cache"}}]}
+    },
+    "the same the other way round": {
+        "spec": {"volumes": [{"name": "cache", "hostPath": {"path": "/cache"}}, {"name": "cache", "$patch": "delete"}]}
+    },
+    "an object emptied": {"spec": {"securityContext": {"$patch": "delete"}}},
+    "a keyed list anew": {
+        "spec": {
+            "containers": [{"name": "engine", "env": [{"$patch": "replace"}, {"name": "A", "value": "1"}]}],
+        }
+    },
+    "fields kept by name": {"spec": {"securityContext": {"$retainKeys": ["fsGroup", "runAsUser"], "runAsUser": 1000}}},
     "an object anew": {"spec": {"securityContext": {"$patch": "replace", "runAsUser": 1000}}},
     "a list anew": {
         "spec": {"containers": [{"name": "engine", "command": ["python3", "-X", "dev", "-m", "kvpilot_engine"]}]}

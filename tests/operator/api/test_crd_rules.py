@@ -229,6 +229,25 @@ def test_unknown_field_is_refused_by_kubectl(kubectl: Kubectl) -> None:
     assert 'unknown field "spec.scaling.maxReplica"' in refusal(kubectl, manifest(scaling={"maxReplica": 3}))
 
 
+def test_overlay_directives_reach_the_operator_where_nulls_do_not(kubectl: Kubectl) -> None:
+    """`kubectl apply` drops nulls without a word, so that there must be another way to take something away."""
+    overlay = {
+        "spec": {
+            "securityContext": {"$patch": "replace", "runAsNonRoot": True},
+            "volumes": [{"name": "cache", "$retainKeys": ["name", "hostPath"], "hostPath": {"path": "/cache"}}],
+            "hostname": None,
+        }
+    }
+    item = manifest(podTemplate=overlay)
+    item["spec"]["podTemplate"] = overlay
+    for step in (1, 2):  # made and changed
+        kubectl.apply(merged(item, engine={"maxNumSeqs": step}))
+        found = kubectl.get("llmdeployment", item["metadata"]["name"])
+        assert found is not None
+        kept = {key: value for key, value in overlay["spec"].items() if value is not None}
+        assert found["spec"]["podTemplate"]["spec"] == kept
+
+
 def test_object_without_a_spec_is_refused(kubectl: Kubectl) -> None:
     item = manifest()
     del item["spec"]

@@ -63,10 +63,11 @@ def test_label_named_like_a_list_is_just_a_label() -> None:
         ({"spec": {"volumes": {"name": "a"}}}, "spec.podTemplate.spec.volumes must be a list"),
         (
             {"spec": {"volumes": [{"hostPath": {}}]}},
-            r"spec.podTemplate.spec.volumes\[0\] must be an object with 'name'",
+            r"spec.podTemplate.spec.volumes\[0\] must have 'name'",
         ),
         ({"spec": {"volumes": ["a"]}}, r"volumes\[0\] must be an object"),
-        ({"spec": {"$retainKeys": ["a"]}}, r"spec.podTemplate.spec.\$retainKeys is a directive"),
+        ({"spec": {"$retainKeys": ["a"], "b": 1}}, r"spec.podTemplate.spec.\$retainKeys must name every field"),
+        ({"spec": {"$setElementOrder/env": []}}, r"spec.podTemplate.spec.\$setElementOrder/env is a directive"),
         ({"spec": {"$patch": "remove"}}, r"\$patch must be merge, replace or delete"),
         ({"spec": {"containers": [{"name": "engine", "env": [{"name": "A", "$patch": 3}]}]}}, r"\$patch must be"),
     ],

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvpilot_operator.core.api_types import LLMDeploymentSpec, ModelSpec, ResourcesSpec, StartupSpec
+from kvpilot_operator.core.classifier import REASON_OF_ENDING
 from kvpilot_operator.core.diagnosis import Problem, find_problems, rank_problems
 from kvpilot_operator.core.observation import ChildObservation, ReplicaObservation, StartFailure, Unknown
 from kvpilot_operator.core.reasons import Reason
@@ -99,7 +100,6 @@ def test_nothing_is_wrong_with_ready_replicas() -> None:
             Reason.CRASH_LOOP,
             "exit code 0",
         ),
-        (unready(phase="Failed", pod_reason="Evicted"), Reason.EVICTED, "evicted"),
         (unready(terminating=True, last_termination=make_termination(1)), None, ""),
     ],
 )
@@ -107,6 +107,20 @@ def test_a_replica_says_what_keeps_it(replica: ReplicaObservation, reason: Reaso
     problems = problems_of(replica)
     assert [p.reason for p in problems] == ([] if reason is None else [reason])
     assert said in "".join(p.message for p in problems)
+
+
+def test_an_evicted_pod_is_told_while_it_is_missed() -> None:  # C27
+    evicted = unready(phase="Failed", pod_reason="Evicted", last_termination=make_termination(137))
+    [problem] = problems_of(evicted, replicas_wanted=1)
+    assert (problem.reason, problem.stops_ready) == (Reason.EVICTED, False)
+    assert problems_of(evicted, make_replica("new"), replicas_wanted=1) == ()
+
+
+def test_an_end_long_ago_does_not_explain_why_a_replica_is_not_ready_now() -> None:
+    old = make_termination(137, reason="OOMKilled", finished_at=NOW - timedelta(seconds=601))
+    assert problems_of(unready(last_termination=old, started_at=NOW)) == ()
+    [problem] = problems_of(unready(last_termination=old, waiting_reason="CrashLoopBackOff"))
+    assert problem.reason is Reason.HOST_OOM_KILLED
 
 
 def test_the_scheduler_gets_a_moment() -> None:
@@ -176,6 +190,14 @@ def test_the_cause_comes_before_its_effects_and_each_reason_once() -> None:
     )
     reasons = [p.reason for p in problems_of(crashed, denied, replace(crashed, name="pod-2"))]
     assert reasons == [Reason.MODEL_ACCESS_DENIED, Reason.CRASH_LOOP]
+
+
+def test_every_way_to_end_has_its_place_in_the_order() -> None:
+    told = [Problem(reason=reason, message="m") for reason in REASON_OF_ENDING.values()]
+    first = Problem(reason=Reason.INVALID_SPEC, message="m")
+    unranked = Problem(reason=Reason.METRICS_MISSING, message="m")
+    ranked = rank_problems([unranked, *told, first])
+    assert (ranked[0], ranked[-1]) == (first, unranked)
 
 
 def test_what_stops_readiness_speaks_for_its_reason() -> None:

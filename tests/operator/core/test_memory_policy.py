@@ -177,7 +177,7 @@ class TestEachEventOnce:
 
     def test_told_by_the_living_engine_and_by_its_last_words(self) -> None:
         first = decide(serving("a", oom(3, survived=False)))
-        dead = ended(74, "a", utilization=0.9, oom_seq=3)
+        dead = ended(74, "a", oom_seq=3)
         assert decide(dead, memory=first.memory).utilization == first.utilization == 0.88
 
     def test_while_the_pod_moves_from_ended_to_waiting_to_running(self) -> None:
@@ -310,6 +310,14 @@ class TestFailedStarts:
         assert (decision.utilization, decision.memory.failed_starts) == (0.8, 0)
         assert decision.reason is Reason.TUNED
         assert decision.memory.revision == memory.revision + 1
+
+    def test_an_edit_that_changes_nothing_in_force_is_another_try_all_the_same(self) -> None:
+        failed = LearnedLimit(device="cpu", shape=SHAPE, safe=None, failed=0.9, at=NOW)
+        memory = TuningMemory(
+            utilization=0.88, recommended=0.88, revision=4, spec_utilization=0.9, shape=SHAPE, learned=(failed,)
+        )
+        decision = decide(make_replica(), memory=memory, policy=replace(POLICY_090, utilization=0.93))
+        assert (decision.utilization, decision.memory.revision) == (0.88, 5)
 
     def test_an_engine_that_gave_up_by_itself_is_told(self) -> None:
         failure = StartFailure(

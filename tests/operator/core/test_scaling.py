@@ -68,6 +68,7 @@ def pending(name: str = "new", **changes: Any) -> ReplicaObservation:
         pytest.param([(0.98, 30), (0.2, 0), (0.2, 0), (0.2, 0)], 5, Reason.QUEUE_PRESSURE, id="D13: with a real queue"),
         pytest.param([(0.98, 0), (0.98, 0), (0.3, 0), (0.3, 0)], 5, Reason.KV_PRESSURE, id="half of them hot"),
         pytest.param([(0.95, 0), (0.95, 0), None], 4, Reason.KV_PRESSURE, id="D1: up from the known ones"),
+        pytest.param([(0.95, 0), None], 3, Reason.KV_PRESSURE, id="D1: an unknown one is not idle"),
         pytest.param([(0.05, 0), (0.05, 0), None], 3, Reason.HELD_ON_PARTIAL_METRICS, id="D1: never down on partial"),
         pytest.param([None, None], 2, Reason.METRICS_MISSING, id="all unknown"),
         pytest.param([(0.05, 0), (0.05, 0)], 1, Reason.LOW_LOAD, id="down when one less would do"),
@@ -148,6 +149,16 @@ def test_nothing_more_is_asked_for_while_a_replica_can_not_be_placed() -> None: 
         decision = decide(make_observation(*replicas(*loads), stuck), CONFIRMED)
         assert (decision.desired, decision.reason) == (2, Reason.UNSCHEDULABLE)
         assert "Insufficient gpu" in decision.message
+
+
+def test_a_replica_that_can_not_be_placed_does_not_hold_idle_ones_for_ever() -> None:
+    stuck = make_replica("stuck", ready=False, scheduled=False, unschedulable_message="0/1 nodes")
+    observation = make_observation(*replicas((0.0, 0), (0.0, 0)), stuck)
+    waiting = decide(observation, ScalingMemory(last_scale_up=LONG_AGO))
+    assert (waiting.desired, waiting.reason) == (3, Reason.UNSCHEDULABLE)
+    later = NOW + timedelta(seconds=SPEC.scale_down_stabilization_seconds)
+    lowered = decide(observation, waiting.memory, now=later)
+    assert (lowered.desired, lowered.reason) == (2, Reason.LOW_LOAD)
 
 
 def test_the_scheduler_gets_a_moment() -> None:

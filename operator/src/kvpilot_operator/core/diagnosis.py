@@ -29,6 +29,7 @@ _IMPORTANCE: tuple[Reason, ...] = (
     Reason.INVALID_SPEC,
     Reason.NAME_CONFLICT,
     Reason.POD_CREATION_REFUSED,
+    Reason.WRITE_REFUSED,
     Reason.IMAGE_PULL_ERROR,
     Reason.CONTAINER_CONFIG_ERROR,
     Reason.VOLUME_UNAVAILABLE,
@@ -88,7 +89,14 @@ def find_problems(
         for c in observation.deployment_conditions
         if c.get("type") == "ReplicaFailure" and c.get("status") == "True"
     )
-    for replica in observation.replicas:
+    is_short = observation.num_ready < (observation.replicas_wanted or 0)
+    problems.extend(
+        Problem(reason=Reason.EVICTED, message=f"{r.name} was evicted from its node", stops_ready=False)
+        for r in observation.replicas
+        # Evicted pods stay as objects for good: they are news only while they are missed.
+        if r.pod_reason == "Evicted" and not r.terminating and is_short
+    )
+    for replica in observation.live:
         problem = _examine(spec, replica, now, policy)
         if problem is not None:
             problems.append(problem)
@@ -109,19 +117,13 @@ def rank_problems(problems: list[Problem]) -> tuple[Problem, ...]:
 def _examine(
     spec: LLMDeploymentSpec, replica: ReplicaObservation, now: datetime, policy: PolicyConstants
 ) -> Problem | None:
-    if replica.terminating:
-        return None
-    if replica.pod_reason == "Evicted":
-        return Problem(reason=Reason.EVICTED, message=f"{replica.name} was evicted from its node", stops_ready=False)
-    if not replica.is_live:
-        return None
     if replica.ready:
         return _recent_memory_kill(spec, replica, now, policy)
     return (
         _unplaced(replica, now, policy)
         or _waiting(replica)
         or _held(replica)
-        or _ended(spec, replica)
+        or _ended(spec, replica, now)
         or _slow(spec, replica, now)
     )
 
@@ -174,9 +176,14 @@ def _held(replica: ReplicaObservation) -> Problem | None:
     return Problem(reason=reason, message=f"{replica.name} waits for another cap after {detail}")
 
 
-def _ended(spec: LLMDeploymentSpec, replica: ReplicaObservation) -> Problem | None:
+def _ended(spec: LLMDeploymentSpec, replica: ReplicaObservation, now: datetime) -> Problem | None:
     ended = replica.last_termination
-    return None if ended is None else _tell_end(spec, replica, ended)
+    if ended is None:
+        return None
+    is_waiting = replica.waiting_reason == "CrashLoopBackOff"
+    if not is_waiting and ended.finished_at and seconds_since(ended.finished_at, now) > spec.startup.timeout_seconds:
+        return None  # the run after it has lasted longer than any start: it is not ready for another reason
+    return _tell_end(spec, replica, ended)
 
 
 def _tell_end(spec: LLMDeploymentSpec, replica: ReplicaObservation, ended: Termination) -> Problem | None:

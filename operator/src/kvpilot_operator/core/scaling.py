@@ -1,7 +1,7 @@
 """How many replicas: facts and memory in, one decision with its reason out.
 
-Writes nothing and reads no clock. Invariants: the result lies within the bounds of the spec; nothing unknown, unready
-or still coming ever lowers it; it never grows while what it asked for is coming; it shrinks one at a time, at most once
+Writes nothing and reads no clock. Invariants: the result lies within the bounds of the spec; nothing unknown or
+still coming ever lowers it; it never grows while what it asked for is coming; it shrinks one at a time, at most once
 in a stabilization window. More load never gives fewer replicas.
 """
 
@@ -223,12 +223,13 @@ class _Judge:
             return _Verdict(
                 self.current, Reason.HELD_ON_PARTIAL_METRICS, message, below=None if self._is_low else False
             )
-        if coming > 0:
-            if blocked := self._unschedulable:
-                message = f"{load}; a replica can't be placed: {blocked}"
-                return _Verdict(self.current, Reason.UNSCHEDULABLE, message)
+        blocked = self._unschedulable
+        if coming > 0 and not blocked:
             message = f"{load}; {coming} of {self.current} replicas are not ready yet"
             return _Verdict(self.current, Reason.HELD_WHILE_PENDING, message)
+        if blocked and (not self._is_low or self._window_left > 0):
+            message = f"{load}; a replica can't be placed: {blocked}"
+            return _Verdict(self.current, Reason.UNSCHEDULABLE, message, below=self._is_low)
         if not self._is_low:
             if self.picture.hot:
                 hottest = max(self.picture.hot, key=lambda r: r.highest)
@@ -247,7 +248,9 @@ class _Judge:
         rest = self.current - 1
         if rest < max(1, self.scaling.min_replicas) or self.picture.hot:
             return False
-        return self.picture.demand / rest <= self.policy.down_headroom
+        # What is not ready counts as at target. It holds the number anyway, unless it can't be placed at all: such a
+        # replica serves nobody and would hold idle ones for ever.
+        return (self.picture.demand + self._coming) / rest <= self.policy.down_headroom
 
     @property
     def _window_left(self) -> float:

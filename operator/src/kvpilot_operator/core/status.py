@@ -26,8 +26,8 @@ from kvpilot_operator.core.timestamps import seconds_since
 _INACTIVE_SCALING = frozenset(
     {Reason.EXTERNAL_SCALER, Reason.METRICS_MISSING, Reason.METRICS_STALE, Reason.HELD_WHILE_UNREADY}
 )
-_LOAD_MESSAGES = frozenset({ConditionType.SCALING_ACTIVE, ConditionType.METRICS_AVAILABLE})
-"""Conditions whose message tells the load: their wording alone is no reason to write."""
+_WITH_FIGURES = frozenset({ConditionType.SCALING_ACTIVE, ConditionType.METRICS_AVAILABLE, ConditionType.MEMORY_TUNED})
+"""Conditions whose message tells moving figures: its wording alone is no reason to write."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +122,7 @@ def _without_load(status: LLMDeploymentStatus) -> LLMDeploymentStatus:
         status,
         load=None,
         plan=None,
-        conditions=tuple(replace(c, message="") if c.type in _LOAD_MESSAGES else c for c in status.conditions),
+        conditions=tuple(replace(c, message="") if c.type in _WITH_FIGURES else c for c in status.conditions),
     )
 
 

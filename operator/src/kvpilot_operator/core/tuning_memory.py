@@ -13,6 +13,7 @@ from datetime import datetime
 
 from kvpilot_operator.core.memory_events import HandledMark, parse_mark
 from kvpilot_operator.core.policy import PolicyConstants
+from kvpilot_operator.core.reasons import Reason
 from kvpilot_operator.core.shares import grid_down
 from kvpilot_operator.core.timestamps import format_time, parse_time, seconds_since
 
@@ -115,6 +116,7 @@ def parse_tuning_memory(raw: Mapping[str, object]) -> TuningMemory | None:
         return None
     learned, handled, pods = raw.get("learned"), raw.get("handled"), raw.get("pods")
     failed_starts = raw.get("failedStarts", 0)
+    blocked = next((str(reason) for reason in Reason if reason == raw.get("blockedReason")), "")
     entries = (_parse_limit(item) for item in learned) if isinstance(learned, list) else ()
     marks = (parse_mark(item) for item in handled) if isinstance(handled, list) else ()
     shares = pods.items() if isinstance(pods, Mapping) else ()
@@ -129,8 +131,8 @@ def parse_tuning_memory(raw: Mapping[str, object]) -> TuningMemory | None:
         handled=tuple(m for m in marks if m is not None),
         failed_starts=failed_starts if isinstance(failed_starts, int) else 0,
         last_failed_start=parse_time(raw.get("lastFailedStart")),
-        blocked_reason=str(raw.get("blockedReason", "")),
-        blocked_message=str(raw.get("blockedMessage", "")),
+        blocked_reason=blocked,
+        blocked_message=str(raw.get("blockedMessage", "")) if blocked else "",
     )
 
 

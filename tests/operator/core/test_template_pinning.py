@@ -153,6 +153,12 @@ def test_default_image_is_pinned_when_first_seen(cluster: Cluster) -> None:
     assert cluster.reconcile(engine={"maxNumSeqs": 8}).template.image == "engine:2"
 
 
+def test_operator_that_lost_its_default_offers_no_update_to_none(cluster: Cluster) -> None:
+    before = cluster.reconcile()
+    cluster.default_image = ""
+    assert cluster.reconcile() == before
+
+
 def test_image_of_the_spec_wins(cluster: Cluster) -> None:
     cluster.reconcile()
     choice = cluster.reconcile(engine={"image": "mine:1"})

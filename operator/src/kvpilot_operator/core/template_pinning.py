@@ -66,11 +66,14 @@ def choose_template(
     default_image: str,
     accepted: str,
 ) -> TemplateChoice:
-    """`pinned_image` is `status.image` (empty at first sight), `accepted` the annotation's hash (empty for none)."""
+    """`pinned_image` is `status.image` (empty at first sight), `accepted` the annotation's hash (empty for none).
+
+    Where nothing names an image the template has none, which the caller must refuse.
+    """
     inputs = inputs_hash(spec, owner)
     stored = read_stored_templates(children)
     next_revision = max((template.revision for template in stored), default=0) + 1
-    newest = _render(spec, owner, spec.engine.image or default_image, inputs, next_revision)
+    newest = _render(spec, owner, spec.engine.image or default_image or pinned_image, inputs, next_revision)
     known = [template for template in stored if template.inputs_hash == inputs]
     if known:
         current = max(known, key=lambda template: template.revision)
@@ -124,9 +127,8 @@ def build_revision_of(choice: TemplateChoice, owner: Owner) -> Manifest:
 
 def _render(spec: LLMDeploymentSpec, owner: Owner, image: str, inputs: str, revision: int) -> StoredTemplate:
     template = merge_pod_template(build_pod_template(spec, owner, image), spec.pod_template)
-    rendered = StoredTemplate(
+    if not any(c.get("name") == CONTAINER_ENGINE for c in template.get("spec", {}).get("containers", [])):
+        raise InvalidSpecError(f"spec.podTemplate takes away the container {CONTAINER_ENGINE!r}")
+    return StoredTemplate(
         template_hash=content_hash([inputs, template]), inputs_hash=inputs, revision=revision, template=template
     )
-    if not rendered.image:
-        raise InvalidSpecError(f"spec.podTemplate takes away the container {CONTAINER_ENGINE!r}")
-    return rendered

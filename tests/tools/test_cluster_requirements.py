@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpilot_tools.cluster import engine_env, pip_settings
+from kvpilot_tools.cluster import engine_env, images, pip_settings
 from kvpilot_tools.cluster.cli import main
 from kvpilot_tools.cluster.errors import RequirementError
 from kvpilot_tools.cluster.requirements import INSTEAD, describe_obstacles, effective_capabilities
@@ -95,4 +95,18 @@ def test_pip_settings_are_merged_as_pip_does_it_and_its_folders_found(tmp_path: 
     settings = pip_settings.parse(printed)
     assert settings["global"]["index-url"] == "https://two.invalid/simple"
     assert pip_settings.local_folders(settings) == [tmp_path]
+    assert pip_settings.certificate(settings) is None
+    assert pip_settings.certificate(pip_settings.parse(":env:.cert='/x/ca.pem'\n")) == Path("/x/ca.pem")
     assert "[install]\nno-binary = x\n" in pip_settings.render(settings)
+
+
+def test_a_build_sees_the_machines_authorities_only_when_it_has_some_of_its_own(tmp_path: Path) -> None:
+    assert images.private_authorities(None, own=tmp_path) == []
+    named = tmp_path / "named.pem"
+    named.touch()
+    assert named in images.private_authorities(named, own=tmp_path)
+    (tmp_path / "company.crt").touch()
+    assert named not in images.private_authorities(None, own=tmp_path)
+    assert images.private_authorities(None, own=tmp_path) == [
+        folder for folder in [Path("/etc/ssl/certs")] if folder.is_dir()
+    ]

@@ -161,7 +161,8 @@ def _status(options: argparse.Namespace, _progress: Progress) -> int:
 
     layout = layout_for(options.name)
     store = AssetStore.from_environ(os.environ)
-    binaries = {asset.name: path for asset in ALL_ASSETS if (path := store.find(asset)) is not None}
+    # Only names matter here: a daemon is looked up by its pid file, so a binary that is gone by now is no obstacle.
+    binaries = {asset.name: store.find(asset) or Path(asset.name) for asset in ALL_ASSETS}
     state = local_cluster.inspect(layout, binaries)
     if state is None:
         print(f"kvpilot-cluster status: there is no cluster {layout.name!r}")

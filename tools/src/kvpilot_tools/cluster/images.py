@@ -28,6 +28,7 @@ SUITE = "bookworm"
 
 _BASE_PACKAGES = ("python3", "python3-venv", "ca-certificates")
 _CERTIFICATES = Path("/etc/ssl/certs")
+_OWN_AUTHORITIES = Path("/usr/local/share/ca-certificates")
 _NOT_IN_THE_BASE = ("var/cache/apt/archives/*.deb", "var/lib/apt/lists/*", "var/cache/debconf/*-old", "var/log/*.log")
 
 
@@ -41,6 +42,19 @@ def use_docker() -> bool:
     except subprocess.TimeoutExpired:
         return False
     return done.returncode == 0
+
+
+def private_authorities(named: Path | None, own: Path = _OWN_AUTHORITIES) -> list[Path]:
+    """Return what a build must see of the machine's trust: nothing, unless it trusts more than the public authorities.
+
+    `named` is the file that pip is told to use; `own` is where an administrator puts authorities on Debian.
+    """
+    if named is None and not any(own.glob("**/*.crt")):
+        return []
+    folders = [_CERTIFICATES] if _CERTIFICATES.is_dir() else []
+    if named is None or _CERTIFICATES in named.parents or not named.exists():
+        return folders
+    return [*folders, named]
 
 
 @dataclass(frozen=True)
@@ -108,9 +122,12 @@ class ImageStore:
                 argv = [*_buildah(), "build", "--isolation", "chroot", "--network", "host", "--layers"]
                 config = Path(scratch) / "pip.conf"
                 config.write_text(pip_settings.render(settings))
-                mounts = {config: "/etc/pip.conf", _CERTIFICATES: str(_CERTIFICATES)}
-                mounts |= {folder: str(folder) for folder in pip_settings.local_folders(settings)}
-                argv += [f"--volume={source}:{target}:ro" for source, target in mounts.items() if source.exists()]
+                shared = [
+                    *private_authorities(pip_settings.certificate(settings)),
+                    *pip_settings.local_folders(settings),
+                ]
+                argv.append(f"--volume={config}:/etc/pip.conf:ro")
+                argv += [f"--volume={path}:{path}:ro" for path in shared]
             argv += ["--build-arg", f"BASE={BASE_REFERENCE}", "--tag", tag, "--file", str(dockerfile), str(context)]
             self._run(f"building {tag}", argv)
 

@@ -68,6 +68,12 @@ def _find_links(settings: Mapping[str, Mapping[str, str]]) -> Iterable[str]:
         yield from values.get("find-links", "").split()
 
 
+def certificate(settings: Mapping[str, Mapping[str, str]]) -> Path | None:
+    """Return the file of authorities that the settings name, if any."""
+    named = next((values["cert"] for values in settings.values() if values.get("cert")), None)
+    return Path(named) if named else None
+
+
 def proxies(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the proxy settings of an environment."""
     return {name: environ[name] for name in _PROXY_NAMES if environ.get(name)}

@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpilot_operator.core.drift import find_drift
@@ -97,17 +97,20 @@ POD_SPECS = st.fixed_dictionaries(
 )
 
 
+@settings(deadline=None)
 @given(POD_SPECS, POD_SPECS)
 def test_merging_twice_is_merging_once(base: dict[str, Any], overlay: dict[str, Any]) -> None:
     once = merge_pod_template(base, overlay)
     assert merge_pod_template(once, overlay) == once
 
 
+@settings(deadline=None)
 @given(POD_SPECS, POD_SPECS)
 def test_all_of_the_overlay_is_in_the_result(base: dict[str, Any], overlay: dict[str, Any]) -> None:
     assert find_drift(overlay, merge_pod_template(base, overlay)) == frozenset()
 
 
+@settings(deadline=None)
 @given(POD_SPECS)
 def test_empty_sides_change_nothing(template: dict[str, Any]) -> None:
     assert merge_pod_template(template, {}) == template

@@ -71,7 +71,7 @@ async def test_leaving_the_stream_frees_the_blocks_and_aborts_once(kit: EngineKi
         aborts.append(request_id)
         original(request_id, reason)
 
-    engine._abort = count  # type: ignore[method-assign]
+    engine._abort = count
     async with engine.generate([kit.request("a", max_tokens=100, ignore_eos=True)]) as stream:
         await anext(stream)
     stream.close()
@@ -146,6 +146,24 @@ async def test_child_killed_ends_every_stream_and_fails_the_engine(kit: EngineKi
     assert (failure.exit_code, engine.state, engine.is_alive) == (70, EngineState.FAILED, False)
     with pytest.raises(UnavailableError):
         engine.generate([kit.request("late")])
+
+
+@pytest.mark.parametrize("is_loading", [False, True])
+async def test_child_killed_by_the_kernel_for_memory_is_a_host_oom(
+    kit: EngineKit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_loading: bool
+) -> None:
+    counts = iter([3, 4])
+    monkeypatch.setattr("kvpilot_engine.service.async_engine.count_kernel_oom_kills", lambda: next(counts))
+    gate = tmp_path / "gate"
+    loader = FakeModelLoader(load_gate=gate if is_loading else None)
+    engine = await kit.start(loader, wait_ready=not is_loading, state_dir=tmp_path)
+    os.kill(engine.child_pid or 0, signal.SIGKILL)
+    failure = await engine.wait_failed()
+    assert failure.exit_code == (71 if is_loading else 74)
+    assert (failure.termination["reason"], failure.termination["cause"]) == ("HostOOMKilled", "host")
+    assert failure.termination["suggested"] == {"utilization": None, "max_model_len": None}
+    assert [event.cause for event in engine.oom_events] == [OOMCause.HOST]
+    assert engine.start_failures == ()
 
 
 async def test_hung_step_flips_liveness_and_ends_streams(kit: EngineKit, tmp_path: Path) -> None:  # A21, B2

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvpilot_engine.errors import DeviceOutOfMemoryError, OOMCause, OOMPhase
+from kvpilot_engine.service.kernel_oom import count_kernel_oom_kills
 from kvpilot_engine.service.start_ledger import HoldStart, StartAt, StartFailure, StartLedger, decide_start
 from kvpilot_engine.service.termination import (
     MAX_MESSAGE_CHARS,
@@ -75,6 +76,27 @@ def test_codes_that_say_nothing_about_memory_are_not_noted(tmp_path: Path) -> No
     for code in (64, 66, 70, 73, 74):
         ledger.record(code, build_termination("X", "x"), revision=1)
     assert StartLedger(tmp_path).failures == ()
+
+
+def test_kill_by_the_kernel_is_not_held_against_the_share(tmp_path: Path) -> None:
+    ledger = StartLedger(tmp_path)
+    ledger.record(71, build_termination("HostOOMKilled", "x", cause="host"), revision=1)
+    assert ledger.failures == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "count"),
+    [
+        ("memory.events", "low 0\noom 3\noom_kill 2\n", 2),
+        ("memory/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 5\n", 5),
+        ("memory.events", "low 0\n", None),
+        ("other", "oom_kill 1\n", None),
+    ],
+)
+def test_kernel_kills_are_read_from_either_cgroup(tmp_path: Path, name: str, text: str, count: int | None) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(text)
+    assert count_kernel_oom_kills(tmp_path) == count
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"failures": [1]}', '{"failures": [{"time": "x"}]}'])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping
@@ -34,6 +35,7 @@ from kvpilot_engine.errors import (
 from kvpilot_engine.service.child_link import ChildLink
 from kvpilot_engine.service.engine_process import KEPT_OOM_EVENTS, ChildStart
 from kvpilot_engine.service.generation_stream import GenerationStream
+from kvpilot_engine.service.kernel_oom import count_kernel_oom_kills
 from kvpilot_engine.service.messages import (
     AbortRequest,
     AddRequest,
@@ -101,6 +103,7 @@ class AsyncEngine:
         self._vocab_size = 0
         self._started_at = time.monotonic()
         self._revision = 0
+        self._kernel_kills: int | None = None
         self._start_utilization = settings.gpu_memory_utilization
         self._failure: asyncio.Future[EngineFailure] | None = None
         self._hold_task: asyncio.Task[None] | None = None
@@ -237,11 +240,13 @@ class AsyncEngine:
             self._state, self._state_reason = EngineState.HELD, "OOMUnresolved"
             return False
         self._state, self._state_reason = EngineState.LOADING, ""
+        self._kernel_kills = count_kernel_oom_kills()
         self._start_utilization = decision.utilization
         start = ChildStart(
             loader=self._loader,
             settings=self._settings,
             utilization=decision.utilization,
+            revision=self._revision,
             override_reason=decision.override_reason,
             parent_pid=os.getpid(),
             configure_logging=self._configure_child_logging,
@@ -360,17 +365,44 @@ class AsyncEngine:
     def _on_exit(self, code: int) -> None:
         if self._is_stopping or self._state is EngineState.FAILED:
             return
+        if code == -signal.SIGKILL and self._was_killed_for_host_memory():
+            self._fail_for_host_memory()
+            return
         message = f"the engine child ended {f'by signal {-code}' if code < 0 else f'with code {code}'}"
         _LOG.error("%s", message)
         self._fail(
             int(ExitCode.INTERNAL), build_termination("InternalError", message, utilization=self._start_utilization)
         )
 
+    def _was_killed_for_host_memory(self) -> bool:
+        before, now = self._kernel_kills, count_kernel_oom_kills()
+        return before is not None and now is not None and now > before
+
+    def _fail_for_host_memory(self) -> None:
+        """The kernel's OOM killer took the child: more host memory is needed, the share is not to blame."""
+        is_loading = not self._max_model_len
+        code = ExitCode.DEVICE_OOM_AT_LOAD if is_loading else ExitCode.DEVICE_OOM_SERVING
+        snapshot = self._snapshot
+        utilization = self._start_utilization if snapshot is None else snapshot.tuning.utilization
+        message = "the kernel's OOM killer ended the engine child: the container's memory limit is too small"
+        _LOG.error("%s", message)
+        phase = OOMPhase.LOAD if is_loading else OOMPhase.DECODE
+        termination = build_termination(
+            "HostOOMKilled",
+            message,
+            phase=phase.value,
+            cause=OOMCause.HOST.value,
+            utilization=utilization,
+            oom_seq=self._oom_seq + 1,
+        )
+        self._note_oom(_oom_event_of(termination, seq=self._oom_seq + 1))
+        self._fail(int(code), termination)
+
     def _fail(self, exit_code: int, termination: dict[str, object]) -> None:
         if self._is_stopping or self._state is EngineState.FAILED:
             return
         self._state, self._state_reason = EngineState.FAILED, str(termination.get("reason", ""))
-        if exit_code == ExitCode.DEVICE_OOM_AT_LOAD:
+        if exit_code == ExitCode.DEVICE_OOM_AT_LOAD and termination.get("oom_seq") is None:
             self._note_oom(_oom_event_of(termination, seq=self._oom_seq + 1))
             termination = {**termination, "oom_seq": self._oom_seq}
         self._ledger.record(exit_code, termination, revision=self._revision)

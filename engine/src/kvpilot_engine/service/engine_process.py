@@ -65,8 +65,10 @@ class ChildStart:
     settings: ServiceSettings
     utilization: float
     """The share to load with: decided by the parent from flag, tuning file and start ledger."""
+    revision: int = 0
+    """The tuning file's revision that `utilization` was decided from."""
     override_reason: str = ""
-    """Why that is not the share that was asked for; empty when it is."""
+    """Why `utilization` is not the share that this revision asks for; empty when it is."""
     parent_pid: int
     configure_logging: Callable[[], None] | None = None
 
@@ -149,7 +151,7 @@ class EngineLoop:
         request = self._tuning_file.poll()
         if request is None:
             return
-        if start.override_reason and not request.problem:
+        if start.override_reason and request.revision == start.revision and not request.problem:
             self.tuning = TuningStatus(
                 revision=request.revision,
                 state="rejected",

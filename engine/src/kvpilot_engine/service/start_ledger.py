@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 
-from kvpilot_engine.errors import ExitCode
+from kvpilot_engine.errors import ExitCode, OOMCause
 
 _LOG = logging.getLogger(__name__)
 LEDGER_FILE = "start-ledger.json"
@@ -76,8 +76,8 @@ class StartLedger:
         self.failures = self._read()
 
     def record(self, exit_code: int, termination: Mapping[str, object], *, revision: int) -> None:
-        """Note a failed start before the process ends; codes that say nothing about memory are not counted."""
-        if exit_code not in COUNTED_CODES:
+        """Note a failed start before the process ends, if it says something about the share of the device."""
+        if exit_code not in COUNTED_CODES or termination.get("cause") == OOMCause.HOST:
             return
         suggested = termination.get("suggested")
         advice = suggested.get("utilization") if isinstance(suggested, Mapping) else None

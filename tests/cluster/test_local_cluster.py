@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from kvpilot_tools.cluster import cgroups, mounts, network, node, pause_image
+from kvpilot_tools.cluster import cgroups, mounts, network, node_images, pause_image
 from kvpilot_tools.cluster import local_cluster as clusters
 from kvpilot_tools.cluster.cleanup import stray_processes
 from kvpilot_tools.cluster.errors import RequirementError
@@ -246,8 +246,8 @@ def test_images_outlive_a_cluster_and_its_containers_do_not(layout: ClusterLayou
     run_pod(client, "of-the-first")
     clusters.down(layout, Progress())
     up()
-    assert pause_image.REFERENCE in node.image_names(layout)
-    assert not node.forget_containers(layout)
+    assert pause_image.REFERENCE in node_images.image_names(layout)
+    assert not node_images.forget_containers(layout)
 
 
 def test_down_leaves_other_rules_alone(layout: ClusterLayout, up: Callable[[], UpResult]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpilot_tools.cluster import node, pause_image
+from kvpilot_tools.cluster import node, node_config, pause_image
 from kvpilot_tools.cluster.assets import ALL_ASSETS
 from kvpilot_tools.cluster.control_plane import ControlPlane
 from kvpilot_tools.cluster.layout import ClusterLayout
@@ -31,7 +31,7 @@ def plane(*, has_node: bool, has_controllers: bool = True) -> ControlPlane:
 
 
 def test_containerd_works_in_its_own_folders_only() -> None:
-    config = tomllib.loads(node.render_containerd(LAYOUT, Path("/usr/lib/cni")))
+    config = tomllib.loads(node_config.render_containerd(LAYOUT, Path("/usr/lib/cni")))
     cri = config["plugins"]["io.containerd.grpc.v1.cri"]
     assert cri["restrict_oom_score_adj"]
     assert cri["sandbox_image"] == pause_image.REFERENCE
@@ -44,7 +44,7 @@ def test_containerd_works_in_its_own_folders_only() -> None:
 
 
 def test_the_kubelet_keeps_what_it_makes_in_our_folder_and_control_group() -> None:
-    config = node.build_kubelet_config(LAYOUT, 1, 2)
+    config = node_config.build_kubelet_config(LAYOUT, 1, 2)
     assert config["cgroupRoot"] == "/kvpilot-test"
     assert config["podLogsDir"].startswith("/state/test/")
     assert config["volumePluginDir"].startswith("/state/test/")

@@ -177,13 +177,13 @@ def _status(options: argparse.Namespace, _progress: Progress) -> int:
 
 
 def _load_image(options: argparse.Namespace, progress: Progress) -> int:
-    from kvpilot_tools.cluster import node
+    from kvpilot_tools.cluster import node_images
     from kvpilot_tools.cluster.images import ImageStore
 
     layout = layout_for(options.name)
     _existing_kubeconfig(layout)
     if Path(options.image).is_file():
-        node.import_image(layout, Path(options.image).resolve())
+        node_images.import_image(layout, Path(options.image).resolve())
     else:
         store = ImageStore(os.environ, progress)
         store.prepare()
@@ -225,11 +225,11 @@ def _build_image(options: argparse.Namespace, progress: Progress) -> int:
 
 
 def _load_if_missing(store: ImageStore, reference: str, name: str, *, is_new: bool = False) -> None:
-    from kvpilot_tools.cluster import node
+    from kvpilot_tools.cluster import node_images
 
     layout = layout_for(name)
     _existing_kubeconfig(layout)
-    if is_new or reference not in node.image_names(layout):
+    if is_new or reference not in node_images.image_names(layout):
         store.load(reference, layout)
 
 

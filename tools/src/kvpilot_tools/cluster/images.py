@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from kvpilot_tools.cluster import node, pip_settings
+from kvpilot_tools.cluster import mounts, node_images, pip_settings
 from kvpilot_tools.cluster.errors import BuildError, RequirementError
 from kvpilot_tools.cluster.layout import ClusterLayout, cache_home
 from kvpilot_tools.cluster.progress import Progress
@@ -140,11 +140,12 @@ class ImageStore:
             else:
                 argv = [*_buildah(), "push", "--quiet", reference, f"docker-archive:{archive}:{reference}"]
             self._run(f"loading {reference}", argv)
-            node.import_image(layout, archive)
+            node_images.import_image(layout, archive)
 
     def _debootstrap(self, root: Path) -> None:
         partial = root.with_name(f"{root.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
+        mounts.release(partial)  # one that was killed leaves its /proc mounted
+        mounts.remove_tree(partial)
         self.progress.line(f"making a Debian {SUITE} base with debootstrap, once for this user (one to three minutes)")
         argv = [str(require_program("debootstrap")), "--variant=minbase", f"--include={','.join(_BASE_PACKAGES)}"]
         self._run("debootstrap", [*argv, SUITE, str(partial)])

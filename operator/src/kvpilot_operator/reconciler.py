@@ -24,12 +24,13 @@ from kvpilot_operator.core.memory_events import collect_events
 from kvpilot_operator.core.merge_patch import build_merge_patch
 from kvpilot_operator.core.naming import Owner
 from kvpilot_operator.core.observation import ChildObservation, DeploymentObservation
+from kvpilot_operator.core.observing import has_replicas_owner
 from kvpilot_operator.core.plan import Action, Apply, ReconcilePlan, ScaleDeployment, Wanted, WriteSpecReplicas, plan
 from kvpilot_operator.core.pod_care import plan_pod_annotations, plan_pod_deletions
 from kvpilot_operator.core.ports import Clock, EngineClient, KubeApi, Manifest, Recorder
 from kvpilot_operator.core.reasons import Reason
 from kvpilot_operator.core.rendering import read_tuning_memory, render_children
-from kvpilot_operator.core.resources import CONFIG_MAPS, LLM_DEPLOYMENTS
+from kvpilot_operator.core.resources import CONFIG_MAPS, DEPLOYMENTS, LLM_DEPLOYMENTS
 from kvpilot_operator.core.scaling import ScalingDecision, decide_scaling
 from kvpilot_operator.core.scaling_memory import parse_scaling_memory
 from kvpilot_operator.core.status import Rendering, compute_invalid_status, compute_status, should_write
@@ -221,7 +222,9 @@ class Reconciler:
             pod_annotations=plan_pod_annotations(facts.observation, tuning, scaling.replicas, facts.now),
             pod_deletions=plan_pod_deletions(facts.observation, tuning),
         )
-        planned = plan(rendered, facts.observation, wanted, self._executor.residues_of(facts.owner))
+        planned = _claim_replicas(
+            plan(rendered, facts.observation, wanted, self._executor.residues_of(facts.owner)), facts, scaling
+        )
         # Paused: everything is observed and decided, and said, and nothing is done.
         return ReconcilePlan(conflicts=planned.conflicts) if facts.is_paused else planned
 
@@ -312,6 +315,21 @@ class Reconciler:
         uid = self._uids.pop(key, None)
         if uid is not None:
             self._executor.forget(uid)
+
+
+def _claim_replicas(planned: ReconcilePlan, facts: _Facts, scaling: ScalingDecision) -> ReconcilePlan:
+    """Write the replicas once although they are right already: from then on the server notes who writes them."""
+    name = naming.deployment_name(facts.owner)
+    is_planned = any(isinstance(action, ScaleDeployment) for action in planned.actions)
+    is_blocked = any(conflict.kind == DEPLOYMENTS.kind for conflict in planned.conflicts)
+    child = next((c for c in facts.children if (c.kind, c.name) == (DEPLOYMENTS.kind, name)), None)
+    is_made = any(isinstance(a, Apply) and a.manifest["kind"] == DEPLOYMENTS.kind for a in planned.actions)
+    if scaling.replicas is None or is_planned or is_blocked or (child is None and not is_made):
+        return planned
+    if child is not None and has_replicas_owner(child.manifest):
+        return planned
+    claim = ScaleDeployment(name=name, replicas=scaling.replicas, reason="claimed")
+    return replace(planned, actions=(*planned.actions, claim))
 
 
 def _is_tuning_write(action: Action) -> bool:

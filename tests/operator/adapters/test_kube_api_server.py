@@ -29,6 +29,7 @@ def kubectl(api_server: ApiServer) -> Kubectl:
     client.run("create", "namespace", NAMESPACE)
     client.run("apply", "--server-side", "-f", str(ROOT / "crds" / "llmdeployments.yaml"))
     wait_for(lambda: "llmdeployments" in client.run("api-resources", "-o", "name"), "our schema", limit_s=30)
+    wait_for(lambda: client.get("serviceaccount", "default"), "the account that pods need", limit_s=30)
     return client
 
 

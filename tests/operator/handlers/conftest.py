@@ -76,9 +76,15 @@ class Cluster:
     folder: Path
     operators: list[OperatorProcess] = field(default_factory=list)
 
-    def start_operator(self, *, clusterwide: bool = False, **environment: str) -> OperatorProcess:
+    def start_operator(
+        self,
+        *,
+        clusterwide: bool = False,
+        command: tuple[str, ...] = ("-m", "kvpilot_operator"),
+        **environment: str,
+    ) -> OperatorProcess:
         """An operator under a service account that has the shipped rights, in this namespace or in all."""
-        kubeconfig = self._make_account(clusterwide=clusterwide)
+        kubeconfig = self.make_account(clusterwide=clusterwide)
         number = next(_numbers)
         ports = _free_port(), _free_port()
         env = {
@@ -97,9 +103,7 @@ class Cluster:
         }
         log = self.folder / f"operator-{number}.log"
         with log.open("wb") as file:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "kvpilot_operator"], env=env, stdout=file, stderr=subprocess.STDOUT
-            )
+            process = subprocess.Popen([sys.executable, *command], env=env, stdout=file, stderr=subprocess.STDOUT)
         operator = OperatorProcess(process, log, *ports)
         self.operators.append(operator)
         return operator
@@ -126,7 +130,7 @@ class Cluster:
     def wait(self, condition: Callable[[], object], what: str, limit_s: float = 30) -> None:
         wait_for(lambda: bool(condition()), what, limit_s=limit_s)
 
-    def _make_account(self, *, clusterwide: bool) -> Path:
+    def make_account(self, *, clusterwide: bool) -> Path:
         """Service account, (Cluster)Role from RIGHTS, binding, and a kubeconfig with its token."""
         rules = [{"apiGroups": [r.group], "resources": [r.resource], "verbs": list(r.verbs)} for r in RIGHTS]
         role, binding = ("ClusterRole", "ClusterRoleBinding") if clusterwide else ("Role", "RoleBinding")

@@ -233,3 +233,27 @@ def test_stopping_is_quick_and_clean(cluster: Cluster) -> None:
     lease = cluster.must_get("lease", "kvpilot-operator")
     assert not lease["spec"].get("holderIdentity")
     assert not [line for line in operator.lines if line["level"] in ("ERROR", "RAW")]
+
+
+def test_an_autoscaler_on_our_deployment_is_told_of_until_it_is_handed_back(cluster: Cluster) -> None:  # C20
+    create(cluster)
+    cluster.start_operator()
+    cluster.wait(lambda: cluster.condition("Ready"), "a status")
+    scale = '{"spec": {"replicas": 3}}'
+    arguments = ("patch", "deployment", "llama", "--subresource=scale", "--type=merge", "-p", scale)
+    cluster.admin.run(*arguments, "--field-manager=kube-controller-manager")  # as the HPA controller does
+    cluster.wait(lambda: cluster.condition("ScalingActive").get("reason") == "ExternalScaler", "it to be told")
+    assert cluster.must_get("deployment", "llama")["spec"]["replicas"] == 3
+    cluster.admin.run("scale", "deployment", "llama", "--replicas=2")
+    cluster.wait(lambda: cluster.condition("ScalingActive").get("reason") != "ExternalScaler", "us to go on")
+    cluster.wait(lambda: cluster.must_get("deployment", "llama")["spec"]["replicas"] == 3, "the count to go on from")
+
+
+def test_the_framework_s_own_command_starts_the_same_operator(cluster: Cluster) -> None:
+    create(cluster)
+    operator = cluster.start_operator(command=("-m", "kopf", "run", "-m", "kvpilot_operator.main", "--standalone",
+                                               "-n", cluster.namespace))  # fmt: skip
+    cluster.wait(lambda: cluster.condition("Ready"), "a status")
+    assert has_all_children(cluster)
+    operator.stop()
+    assert operator.process.returncode == 0

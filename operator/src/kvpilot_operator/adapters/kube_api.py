@@ -17,7 +17,7 @@ from kubernetes.aio.client import ApiClient
 from kvpilot_operator.adapters.kube_errors import build_error
 from kvpilot_operator.core.naming import FIELD_MANAGER
 from kvpilot_operator.core.ports import Manifest
-from kvpilot_operator.core.resources import EVENTS, LEASES, LLM_DEPLOYMENTS, PODS, ApiResource, resource_of
+from kvpilot_operator.core.resources import DEPLOYMENTS, EVENTS, LEASES, LLM_DEPLOYMENTS, PODS, ApiResource, resource_of
 from kvpilot_operator.core.rights import is_covered
 from kvpilot_operator.errors import ConflictError, InvalidSpecError, ObservationError, TransientError
 
@@ -79,15 +79,20 @@ class KubernetesApi:
         )
 
     async def set_replicas(self, resource: ApiResource, namespace: str, name: str, replicas: int) -> None:
+        query = {"fieldManager": FIELD_MANAGER}
+        body: Manifest = {"spec": {"replicas": replicas}}
+        content_type = _MERGE
+        if resource is DEPLOYMENTS:
+            # Applied, not patched: the server notes nobody's writes to a field that was never applied (or created with
+            # an owner), and so an autoscaler's later ones could not be told from ours.
+            body |= {
+                "apiVersion": "autoscaling/v1",
+                "kind": "Scale",
+                "metadata": {"namespace": namespace, "name": name},
+            }
+            content_type, query["force"] = _APPLY, "true"
         await self._write(
-            "patch",
-            resource,
-            namespace,
-            name,
-            subresource="scale",
-            body={"spec": {"replicas": replicas}},
-            content_type=_MERGE,
-            query={"fieldManager": FIELD_MANAGER},
+            "patch", resource, namespace, name, subresource="scale", body=body, content_type=content_type, query=query
         )
 
     async def patch_status(

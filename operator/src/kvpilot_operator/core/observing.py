@@ -99,6 +99,12 @@ def find_foreign_scaler(deployment: Mapping[str, Any], *, own_manager: str) -> s
     return ""
 
 
+def has_replicas_owner(deployment: Mapping[str, Any]) -> bool:
+    """Whether the server keeps track of who writes the replicas: only once somebody has applied them."""
+    entries = deployment.get("metadata", {}).get("managedFields") or ()
+    return any("f:replicas" in ((entry.get("fieldsV1") or {}).get("f:spec") or {}) for entry in entries)
+
+
 def deployment_conditions(deployment: Mapping[str, Any]) -> tuple[dict[str, str], ...]:
     """Type, status, reason and message of each condition."""
     conditions: Iterable[Mapping[str, Any]] = deployment.get("status", {}).get("conditions") or ()

@@ -32,7 +32,7 @@ def contract_example() -> Any:
 
 async def test_every_path_that_the_platform_names_answers(kit: Kit) -> None:  # B25
     text = (CONTRACT / "engine-http.md").read_text(encoding="utf-8")
-    paths = re.findall(r"`(/[a-z0-9/]+)(?:\?since=SEQ)?`", text.split("## `GET /engine/state`")[0])
+    paths = re.findall(r"`(/[a-z0-9/]+)(?:\?since=SEQ)?`", text.split("## Requests")[0])
     assert len(paths) >= 10
     for path in paths:
         response = await kit.client.get(path)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpilot_operator.core.classifier import (
@@ -60,6 +60,7 @@ def test_an_evicted_pod_is_evicted_whatever_its_container_says() -> None:  # C27
     assert classify(make_termination(71), pod_reason="Evicted") is Ending.EVICTED
 
 
+@settings(deadline=None)
 @given(st.integers(0, 255), st.sampled_from(["OOMKilled", "Error", "Completed"]), st.text(max_size=40))
 def test_only_the_engines_own_word_is_a_device_oom(exit_code: int, reason: str, message: str) -> None:  # C27
     ending = classify(make_termination(exit_code, reason=reason, message=message))
@@ -130,6 +131,7 @@ def test_numbers_that_are_none_are_none() -> None:
     assert (report.utilization, report.limit_bytes, report.requested_bytes) == (None, None, None)
 
 
+@settings(deadline=None)
 @given(st.text(max_size=200))
 def test_any_text_can_be_read(message: str) -> None:
     parse_termination_message(message)

@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpilot_operator.core.api_types import (
@@ -452,6 +452,7 @@ def observe(step: Any, index: int, memory: TuningMemory | None, need: float) -> 
     return make_replica(ready=False, restart_count=index, engine=Unknown("NotScraped"), last_termination=end)
 
 
+@settings(deadline=None)
 @given(histories, st.floats(0.1, 0.6), st.floats(0.5, 0.9), st.floats(0.0, 0.1))
 def test_the_cap_keeps_its_promises(history: list[Any], need: float, low: float, more: float) -> None:  # D18
     policy = MemoryPolicy(utilization=0.9, tuning=MemoryTuningSpec(min=min(low, 0.9), max=0.9 + more))

@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpilot_operator.core.api_types import ScalingMode, ScalingPolicy, ScalingTargets
@@ -351,12 +351,14 @@ def build(kinds: list[Any], wanted: int) -> DeploymentObservation:
     return make_observation(*made, replicas_wanted=wanted)
 
 
+@settings(deadline=None)
 @given(policies, st.lists(a_replica, max_size=8), st.integers(0, 12), memories)
 def test_result_is_within_bounds(scaling: ScalingPolicy, kinds: list[Any], wanted: int, memory: ScalingMemory) -> None:
     decision = decide(build(kinds, wanted), memory, scaling)
     assert scaling.min_replicas <= decision.desired <= scaling.max_replicas
 
 
+@settings(deadline=None)
 @given(policies, st.lists(a_replica, min_size=1, max_size=8), memories)
 def test_nothing_unknown_or_unready_ever_lowers(
     scaling: ScalingPolicy, kinds: list[Any], memory: ScalingMemory
@@ -367,6 +369,7 @@ def test_nothing_unknown_or_unready_ever_lowers(
         assert decision.desired >= len(kinds)
 
 
+@settings(deadline=None)
 @given(policies, st.lists(a_load, min_size=1, max_size=8), memories)
 def test_never_lowered_inside_the_window_of_a_change(
     scaling: ScalingPolicy, loads: list[Any], memory: ScalingMemory
@@ -378,6 +381,7 @@ def test_never_lowered_inside_the_window_of_a_change(
         assert all((NOW - t).total_seconds() >= scaling.scale_down_stabilization_seconds for t in changes)
 
 
+@settings(deadline=None)
 @given(policies, st.lists(a_load, min_size=1, max_size=8), memories, st.data())
 def test_more_load_never_gives_fewer_replicas(
     scaling: ScalingPolicy, loads: list[tuple[float, int]], memory: ScalingMemory, data: st.DataObject
@@ -391,6 +395,7 @@ def test_more_load_never_gives_fewer_replicas(
     assert after.desired >= before.desired
 
 
+@settings(deadline=None)
 @given(policies, st.lists(a_replica, min_size=1, max_size=8), memories)
 def test_deciding_again_after_applying_changes_nothing(
     scaling: ScalingPolicy, kinds: list[Any], memory: ScalingMemory
@@ -404,6 +409,7 @@ def test_deciding_again_after_applying_changes_nothing(
         assert second.desired == first.desired
 
 
+@settings(deadline=None)
 @given(memories)
 def test_memory_survives_a_restart(memory: ScalingMemory) -> None:
     decision = decide(make_observation(*replicas((0.9, 3), (0.2, 0))), memory)

@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpilot_operator.core.api_status import LLMDeploymentStatus, LoadStatus, MemoryPlan, parse_status
@@ -331,6 +331,7 @@ plans = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(st.one_of(st.none(), loads), st.one_of(st.none(), plans), moments)
 def test_the_json_form_loses_nothing(load: LoadStatus | None, plan: MemoryPlan | None, now: datetime) -> None:
     oom = make_termination(71, report={"utilization": 0.9, "message": "short"})
@@ -354,6 +355,7 @@ json_values = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(st.sampled_from(sorted(compute(LOW).to_dict())), json_values)
 def test_a_status_that_was_edited_is_read_as_far_as_it_goes(key: str, value: object) -> None:
     parse_status({**compute(LOW).to_dict(), key: value})

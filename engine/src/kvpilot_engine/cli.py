@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, disable_created_metrics
 
 from kvpilot_engine.core.settings import CacheSettings, SchedulerSettings
 from kvpilot_engine.errors import ExitCode, SettingsError
@@ -76,15 +76,23 @@ def main(argv: Iterable[str] | None = None) -> int:
     try:
         settings = EngineSettings.load(arguments, os.environ)
     except SettingsError as error:
-        sys.stderr.write("".join(f"kvpilot-engine: {problem}\n" for problem in error.problems))
         sys.stderr.write("kvpilot-engine: --help lists all flags\n")
-        _, termination = describe_failure(error, utilization=0.0)
-        write_termination(_find_termination_log(arguments), termination)
-        return int(error.exit_code)
+        return _report_bad_settings(error, _find_termination_log(arguments))
     configure_logging(settings.logging, "server")
     for warning in settings.warnings:
         _LOG.warning("flag without effect: %s", warning)
-    return asyncio.run(_serve(settings))
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # a series per counter that nobody reads
+    try:
+        return asyncio.run(_serve(settings))
+    except SettingsError as error:
+        return _report_bad_settings(error, settings.service.termination_log)
+
+
+def _report_bad_settings(error: SettingsError, termination_log: Path | None) -> int:
+    sys.stderr.write("".join(f"kvpilot-engine: {problem}\n" for problem in error.problems))
+    code, termination = describe_failure(error, utilization=0.0)
+    write_termination(termination_log, termination)
+    return int(code)
 
 
 async def _serve(settings: EngineSettings) -> int:

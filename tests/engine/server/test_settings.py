@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -124,6 +127,17 @@ def test_bad_settings_end_with_64_and_last_words(tmp_path: Path, capsys: pytest.
     assert main(["serve", "m", "--port", "x", f"--termination-log={log}"]) == 64
     assert "InvalidSettings" in log.read_text()
     assert "--port is 'x'" in capsys.readouterr().err
+
+
+def test_taken_port_ends_with_64_and_its_name(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "log"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-m", "kvpilot_engine", "serve", "m", "--host", "127.0.0.1", "--port", str(port)]
+        result = subprocess.run([*command, "--termination-log", str(log)], check=False, timeout=60)
+    assert result.returncode == 64
+    assert f"--port {port}" in capfd.readouterr().err
+    assert "InvalidSettings" in log.read_text()
 
 
 @pytest.mark.parametrize("option", ["--help", "--version"])

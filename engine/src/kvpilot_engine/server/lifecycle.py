@@ -16,7 +16,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from kvpilot_engine.errors import ExitCode, StartupError
+from kvpilot_engine.errors import ExitCode, SettingsError, StartupError
 from kvpilot_engine.server.app_context import CONTEXT, AppContext
 from kvpilot_engine.service.async_engine import AsyncEngine
 from kvpilot_engine.service.termination import describe_failure, write_termination
@@ -41,7 +41,7 @@ async def serve(
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=FLUSH_S)
     await runner.setup()
     try:
-        await web.TCPSite(runner, context.settings.host, context.settings.port).start()
+        await _listen(runner, context.settings.host, context.settings.port)
         _LOG.info("listening on %s", ", ".join(f"{host}:{port}" for host, port, *_ in runner.addresses))
         await engine.start()
         return await _run(engine, context, signals, load_text, termination_log)
@@ -50,6 +50,13 @@ async def serve(
         await runner.cleanup()
         await engine.stop()
         signals.close()
+
+
+async def _listen(runner: web.AppRunner, host: str, port: int) -> None:
+    try:
+        await web.TCPSite(runner, host, port).start()
+    except OSError as error:
+        raise SettingsError([f"--host {host} --port {port}: can't listen there: {error.strerror or error}"]) from error
 
 
 async def _run(

@@ -13,6 +13,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from datetime import datetime
 from typing import Any
 
+from kvpilot_operator.child_cache import ChildCache
 from kvpilot_operator.core import naming
 from kvpilot_operator.core.api_status import LLMDeploymentStatus, parse_status
 from kvpilot_operator.core.api_types import LLMDeploymentSpec, ScalingMode, parse_spec
@@ -107,6 +108,11 @@ class Reconciler:
         self._default_engine_image = default_engine_image
         self._recorder = recorder
         self._uids: dict[NamespacedName, str] = {}
+        self._children = ChildCache(clock)
+
+    def note_child_change(self, key: NamespacedName) -> None:
+        """A watch told of a child of this object: what was listed before is no longer known to hold."""
+        self._children.invalidate(key)
 
     async def reconcile(self, key: NamespacedName) -> float | None:
         """One pass. Seconds until it is due again by itself, or None; an error means: try again."""
@@ -126,7 +132,7 @@ class Reconciler:
         spec = parse_spec(manifest)
         metadata = manifest["metadata"]
         owner = Owner(key, metadata["uid"])
-        children = await self._observer.list_children(owner)
+        children = await self._children.get(owner, self._observer.list_children)
         tuning = read_tuning_memory(owner, children, (manifest.get("status") or {}).get("memory"))
         marks = tuning.handled if tuning is not None else ()
         observation = await self._observer.observe(owner, metadata.get("generation", 0), children, marks)
@@ -150,6 +156,7 @@ class Reconciler:
         if any(isinstance(action, WriteSpecReplicas) for action in todo.actions):
             # It changes the object that all else was decided from: do only that, and look again.
             await self._executor.execute(facts.owner, todo.actions[:1], facts.children, [])
+            self._children.invalidate(facts.owner.key)
             return 0.0
         error: OperatorError | None = None
         done: list[Action] = []
@@ -163,6 +170,8 @@ class Reconciler:
             await self._executor.execute(facts.owner, todo.actions, facts.children, done)
         except OperatorError as raised:
             error = raised
+        if done or error is not None:
+            self._children.invalidate(facts.owner.key)
         is_memory_kept = not facts.is_paused and not any(_is_tuning_write(a) for a in todo.actions if a not in done)
         if is_memory_kept:
             self._count_ooms(facts)
@@ -312,6 +321,7 @@ class Reconciler:
 
     def _forget(self, key: NamespacedName) -> None:
         self._recorder.forget_object(key)
+        self._children.forget(key)
         uid = self._uids.pop(key, None)
         if uid is not None:
             self._executor.forget(uid)

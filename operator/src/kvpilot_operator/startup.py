@@ -24,7 +24,7 @@ from kvpilot_operator.adapters.kube_login import load_configuration, load_login
 from kvpilot_operator.core.keys import NamespacedName
 from kvpilot_operator.core.naming import LABEL_DEPLOYMENT
 from kvpilot_operator.core.ports import Clock
-from kvpilot_operator.core.resources import LLM_DEPLOYMENTS, WATCHED_RESOURCES
+from kvpilot_operator.core.resources import LLM_DEPLOYMENTS, PODS, WATCHED_RESOURCES
 from kvpilot_operator.errors import OperatorError, RefusedError, TransientError
 from kvpilot_operator.lease import LeaseGuard
 from kvpilot_operator.observability.metrics import OperatorMetrics
@@ -112,6 +112,8 @@ class Operator:
         key = self._note(event)
         owner = event["object"].get("metadata", {}).get("labels", {}).get(LABEL_DEPLOYMENT)
         if owner:
+            if event["object"].get("kind") != PODS.kind:
+                self.reconciler.note_child_change(NamespacedName(key.namespace, owner))
             self.queue.add(NamespacedName(key.namespace, owner))
 
     def check_health(self) -> dict[str, float]:

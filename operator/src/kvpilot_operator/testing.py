@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from kvpilot_operator.core.keys import NamespacedName
+from kvpilot_operator.core.naming import LABEL_DEPLOYMENT
 from kvpilot_operator.core.observation import (
     DeploymentObservation,
     EngineLoad,
@@ -79,10 +81,14 @@ class FakeKubeApi:
         self.objects: dict[_Ref, Manifest] = {}
         self.writes: list[tuple[str, str, str]] = []
         """(verb, resource, name) of every write that took place."""
+        self.reads: list[tuple[str, str]] = []
+        """(verb, resource) of every read."""
         self.crash_before_write: int | None = None
         """Raise `Crash` instead of the write of this index, counted from 0 over all writes."""
         self.errors: dict[tuple[str, str], Exception] = {}
         """Raise this for (verb, resource), every time until it is removed."""
+        self.watcher: Callable[[NamespacedName], None] = lambda _owner: None
+        """Told the object whose child changed, as a watch on our label would."""
         self._applied: dict[_Ref, Manifest] = {}
         self._version = 100
         self._uid = 0
@@ -96,8 +102,10 @@ class FakeKubeApi:
         return self._store(ref, value)
 
     def remove(self, resource: ApiResource, namespace: str, name: str) -> None:
-        self.objects.pop(_ref(resource, namespace, name), None)
+        gone = self.objects.pop(_ref(resource, namespace, name), None)
         self._applied.pop(_ref(resource, namespace, name), None)
+        if gone is not None:
+            self._tell(gone)
 
     def peek(self, resource: ApiResource, namespace: str, name: str) -> Manifest | None:
         """A copy of what is stored."""
@@ -113,12 +121,14 @@ class FakeKubeApi:
     # --- the port
 
     async def get_object(self, resource: ApiResource, namespace: str, name: str) -> Manifest | None:
+        self.reads.append(("get", resource.plural))
         self._maybe_fail("get", resource.plural)
         return self.peek(resource, namespace, name)
 
     async def list_objects(
         self, resource: ApiResource, namespace: str | None, *, labels: str = "", name: str = ""
     ) -> list[Manifest]:
+        self.reads.append(("list", resource.plural))
         self._maybe_fail("list", resource.plural)
         return [
             value
@@ -251,7 +261,13 @@ class FakeKubeApi:
             # Its controller keeps up at once.
             value["status"] = {**value.get("status", {}), "observedGeneration": metadata["generation"]}
         self.objects[ref] = value
+        self._tell(value)
         return value
+
+    def _tell(self, value: Manifest) -> None:
+        owner = value["metadata"].get("labels", {}).get(LABEL_DEPLOYMENT)
+        if owner:
+            self.watcher(NamespacedName(value["metadata"]["namespace"], owner))
 
 
 def make_object(name: str = "llama", namespace: str = "team-a", **spec: Any) -> Manifest:

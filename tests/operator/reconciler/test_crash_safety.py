@@ -50,7 +50,11 @@ class Run:
         self._reconciler = self._start()
 
     def _start(self) -> Reconciler:
-        return Reconciler(self.api, self.engines, self.clock, default_engine_image="engine:1", recorder=_NoRecorder())
+        reconciler = Reconciler(
+            self.api, self.engines, self.clock, default_engine_image="engine:1", recorder=_NoRecorder()
+        )
+        self.api.watcher = reconciler.note_child_change
+        return reconciler
 
     def arm(self) -> None:
         if self._crash_before is not None:

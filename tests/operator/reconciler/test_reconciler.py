@@ -68,6 +68,7 @@ class World:
         self.reconciler = Reconciler(
             self.api, self.engines, self.clock, default_engine_image="engine:default", recorder=self.recorder
         )
+        self.api.watcher = lambda owner: self.reconciler.note_child_change(owner)
 
     async def run(self, passes: int = 3) -> None:
         for _ in range(passes):
@@ -496,3 +497,30 @@ async def test_events_come_with_changes_only(world: World) -> None:  # C13
     world.add_pods(1)
     await world.run(100)
     assert [event["reason"] for event in world.api.all_of(EVENTS)] == ["AllReplicasReady"]
+
+
+def count_lists(world: World) -> list[str]:
+    return [resource for verb, resource in world.api.reads if verb == "list"]
+
+
+async def test_a_tick_without_changes_lists_pods_only_and_everything_after_a_minute(world: World) -> None:
+    world.add_object()
+    await world.run(3)
+    world.api.reads.clear()
+    await world.run(5)
+    assert count_lists(world) == ["pods"] * 5
+    world.clock.advance(60)
+    await world.run(1)
+    assert "configmaps" in count_lists(world)
+
+
+async def test_a_change_that_no_watch_told_is_repaired_after_a_minute(world: World) -> None:  # C9
+    world.add_object()
+    await world.run(3)
+    world.api.watcher = lambda _owner: None
+    world.api.remove(SERVICES, *KEY)
+    await world.run(3)
+    assert world.api.all_of(SERVICES) == []
+    world.clock.advance(60)
+    await world.run(1)
+    assert len(world.api.all_of(SERVICES)) == 1

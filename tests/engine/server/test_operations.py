@@ -112,7 +112,7 @@ async def test_probes_after_the_child_died(start: Start, tmp_path: Path) -> None
 async def test_hung_engine_flips_liveness(start: Start, tmp_path: Path) -> None:  # A21
     script = tmp_path / "script"
     script.write_text("")
-    kit = await start(FakeModelLoader(script=script), service={"step_timeout_s": 1.0})
+    kit = await start(FakeModelLoader(script=script), service={"step_timeout_s": 2.0})
     script.write_text("hang")
     response = await kit.chat()
     assert response.status == 504

@@ -32,7 +32,6 @@ def generate(model_path: Path) -> list[dict[str, object]]:
 
     tokenizer = load_tokenizer(model_path)
     model = AutoModelForCausalLM.from_pretrained(model_path.parent, gguf_file=model_path.name, dtype=torch.float32)
-    model.eval()
     entries: list[dict[str, object]] = []
     for prompt in PROMPTS:
         prompt_ids = [int(token) for token in tokenizer.encode(prompt, specials_as_text=False)]

@@ -15,7 +15,8 @@ from kvpilot_tools.traffic import Outcomes, drive
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 PRESSURE = {
-    # A small pool: a few requests fill it, so that the signal is KV use and not only the queue.
+    # A small pool (some 3,000 tokens): a few requests fill it, so that the signal is KV use and not only the queue.
+    "resources": {"requests": {"memory": "1400Mi"}, "limits": {"memory": "1400Mi"}},
     "engine": {"maxModelLen": 512, "maxNumSeqs": 8},
     "scaling": {
         "minReplicas": 1,
@@ -27,7 +28,7 @@ PRESSURE = {
 
 
 def decisions(item: dict[str, Any]) -> list[dict[str, Any]]:
-    return [d for d in item["status"].get("decisions", []) if d["loop"] == "Scaling"]
+    return [d for d in item["status"].get("decisions", []) if d["loop"] == "Replicas"]
 
 
 def test_load_scales_up_and_back_without_losing_a_request(
@@ -56,7 +57,7 @@ def test_load_scales_up_and_back_without_losing_a_request(
     async def until_two_serve() -> None:
         watcher = asyncio.create_task(watch())
         traffic = asyncio.create_task(
-            drive(url, name, streams=12, seconds=150, prompt_words=40, max_tokens=120, seen=seen)
+            drive(url, name, streams=12, seconds=120, prompt_words=30, max_tokens=40, seen=seen)
         )
         try:
             await asyncio.wait_for(two_serve.wait(), timeout=180)

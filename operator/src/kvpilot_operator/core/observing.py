@@ -69,7 +69,7 @@ def observe_child(manifest: dict[str, Any], owner_name: str, owner_uid: str) -> 
 
 
 def is_orphan_of(manifest: Mapping[str, Any], owner_name: str) -> bool:
-    """Made by us for an object of this name, and without a controller since that was deleted with `--cascade=orphan`."""
+    """Made by us for an object of this name, without a controller since that was deleted with `--cascade=orphan`."""
     metadata = manifest.get("metadata", {})
     labels = metadata.get("labels") or {}
     if labels.get(LABEL_DEPLOYMENT) != owner_name or ANNOTATION_RENDER_HASH not in (metadata.get("annotations") or {}):
@@ -83,6 +83,10 @@ def is_controlled_by(manifest: Mapping[str, Any], owner_uid: str) -> bool:
     return any(reference.get("controller") is True and reference.get("uid") == owner_uid for reference in references)
 
 
+_BEFORE_FIRST_APPLY = "before-first-apply"
+"""Nobody: the API server's own note for values that were there, unowned, when a field was first applied."""
+
+
 def find_foreign_scaler(deployment: Mapping[str, Any], *, own_manager: str) -> str:
     """Which controller else writes the Deployment's replicas; empty when none does.
 
@@ -92,7 +96,8 @@ def find_foreign_scaler(deployment: Mapping[str, Any], *, own_manager: str) -> s
     """
     for entry in deployment.get("metadata", {}).get("managedFields") or ():
         manager = str(entry.get("manager", ""))
-        if manager == own_manager or manager.startswith("kubectl") or entry.get("subresource") != "scale":
+        is_scaler = manager not in (own_manager, _BEFORE_FIRST_APPLY) and not manager.startswith("kubectl")
+        if not is_scaler or entry.get("subresource") != "scale":
             continue
         if "f:replicas" in ((entry.get("fieldsV1") or {}).get("f:spec") or {}):
             return f"({manager} through /scale)"

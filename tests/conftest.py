@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from kvpilot_tools.cluster import engine_env
 from kvpilot_tools.cluster import local_cluster as clusters
@@ -36,6 +37,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="leave the local cluster running after the tests, also when they have started it",
     )
+
+
+# A deadline would be a timed assertion, and machines are busy.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 def pytest_configure(config: pytest.Config) -> None:

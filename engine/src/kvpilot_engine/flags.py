@@ -6,11 +6,15 @@ that means nothing here is named in a warning, one whose effect is missing here 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 
 ENV_PREFIX = "KVPILOT_"
+_SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?) ?(?:(?P<prefix>[kKMGT])(?P<binary>i?))?[Bb]?")
+_PREFIX_POWER = {"k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,13 +91,14 @@ def parse_number(low: float, high: float, *, is_low_excluded: bool = False) -> C
 
 
 def parse_bytes(raw: str) -> int:
-    """A size in bytes, with Kubernetes' suffixes."""
-    suffixes = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-    suffix = next((known for known in suffixes if raw.endswith(known)), "")
-    digits, scale = raw.removesuffix(suffix), suffixes.get(suffix, 1)
-    if not (digits.isascii() and digits.isdigit()) or int(digits) < 1:
-        raise ValueError("a size in bytes is needed, such as 1073741824, 512Mi or 4Gi")
-    return int(digits) * scale
+    """A size in whole bytes: a number, alone or with a unit, as people and Kubernetes write it."""
+    found = _SIZE.fullmatch(raw.strip())
+    if found is not None:
+        unit = (1024 if found["binary"] else 1000) ** _PREFIX_POWER.get(found["prefix"], 0)
+        size = int(Decimal(found["number"]) * unit)
+        if 1 <= size < 2**63:
+            return size
+    raise ValueError("a size is needed: bytes (1073741824), or with a unit (512MiB, 4GiB, 4Gi, 1.5GB, 4G)")
 
 
 def parse_choice(*choices: str, later: Iterable[str] = ()) -> Callable[[str], str]:

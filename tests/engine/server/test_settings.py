@@ -70,6 +70,35 @@ def test_all_problems_are_listed_with_their_names() -> None:
     assert "KVPILOT_BLOCK_SIZE is 'x'" in text
 
 
+@pytest.mark.parametrize(
+    ("raw", "size"),
+    [
+        ("2GiB", 2 * 2**30),
+        ("2Gi", 2 * 2**30),
+        ("2 GiB", 2 * 2**30),
+        ("2GB", 2 * 10**9),
+        ("2G", 2 * 10**9),
+        ("512MiB", 512 * 2**20),
+        ("512Mi", 512 * 2**20),
+        ("1.5Gi", 3 * 2**29),
+        ("64KiB", 2**16),
+        ("64kB", 64_000),
+        ("1TiB", 2**40),
+        ("1073741824", 2**30),
+    ],
+)
+def test_sizes_are_read_as_people_and_kubernetes_write_them(raw: str, size: int) -> None:
+    assert load("serve", "m", "--device-memory", raw).execution.device_memory_bytes == size
+    assert load("serve", "m", KVPILOT_KV_CACHE_MEMORY_BYTES=raw).execution.kv_cache_memory_bytes == size
+
+
+@pytest.mark.parametrize("raw", ["0", "-1", "2GiBB", "2Zi", "512m", "Gi", "0.2", "1e9", "٣Gi", "99999999Ti"])
+def test_bad_size_is_named_with_its_flag_and_the_accepted_forms(raw: str) -> None:
+    (problem,) = problems_of("serve", "m", f"--device-memory={raw}")
+    assert problem.startswith(f"--device-memory is {raw!r}: ")
+    assert all(form in problem for form in ("1073741824", "512MiB", "4GiB", "4Gi", "1.5GB"))
+
+
 def test_missing_model_and_missing_value_are_problems() -> None:
     assert "--model" in problems_of()[0]
     assert problems_of("serve", "m", "--port") == ("--port: a value is needed",)

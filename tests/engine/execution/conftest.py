@@ -179,7 +179,7 @@ class Generator:
             # whatever a slot held before must not matter
             layer.keys[1:].fill_(float("nan"))
             layer.values[1:].fill_(float("nan"))
-        core = EngineCore(recorder, num_blocks=num_blocks, cache=cache, scheduler=scheduler)
+        core = EngineCore(recorder, num_blocks=num_blocks, cache=cache, scheduler=scheduler, model="tiny")
         tokens: dict[int, list[int]] = {number: [] for number in prompts}
         for batch in [[number] for number in prompts] if one_by_one else [list(prompts)]:
             self._finish(core, batch, prompts, tokens, sampling or (lambda _: greedy(max_tokens)))

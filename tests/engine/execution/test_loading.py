@@ -83,6 +83,10 @@ def test_a_loaded_engine_serves_and_accounts_for_every_byte(settings: ExecutionS
     assert report.min_utilization < 0.9
 
 
+def test_cached_prefixes_carry_model_and_arithmetic(settings: ExecutionSettings) -> None:
+    assert load(settings).cache_key == f"{settings.model} float32"
+
+
 def test_the_length_and_the_pool_follow_the_settings(settings: ExecutionSettings) -> None:
     assert load(replace(settings, max_model_len=77)).scheduler.max_model_len == 77
     limited = load(replace(settings, num_blocks_override=5))

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpilot_engine.core.memory_report import round_share_up
 from kvpilot_engine.errors import DoesNotFitError
-from kvpilot_engine.execution.memory_budget import MemoryBudget, round_share_up
+from kvpilot_engine.execution.memory_budget import MemoryBudget
 
 MIB = 1 << 20
 

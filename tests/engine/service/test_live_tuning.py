@@ -84,6 +84,16 @@ async def test_share_below_the_floor_is_rejected_with_the_floor(kit: EngineKit, 
     assert engine.snapshot.stats.num_blocks_total == 90
 
 
+async def test_start_whose_share_can_t_be_put_in_force_ends_with_72(kit: EngineKit, tmp_path: Path) -> None:  # A16
+    path = tmp_path / "tuning.json"
+    write(path, 1, 0.1)
+    engine = await kit.start(wait_ready=False, tuning_file=path)
+    failure = await asyncio.wait_for(engine.wait_failed(), 20)
+    assert (failure.exit_code, failure.termination["reason"]) == (72, "ModelDoesNotFit")
+    assert failure.termination["suggested"] == {"utilization": 0.32, "max_model_len": 40}
+    assert (failure.termination["requested_bytes"], failure.termination["limit_bytes"]) == (32_000, 10_000)
+
+
 async def test_broken_file_is_reported_and_the_value_stays(kit: EngineKit, tmp_path: Path) -> None:
     path = tmp_path / "tuning.json"
     write(path, 3, 0.8)

@@ -39,11 +39,11 @@ class EngineCore:
         num_blocks: int,
         cache: CacheSettings,
         scheduler: SchedulerSettings,
-        model: str = "",
+        model: str,
     ) -> None:
         """`num_blocks`: what the storage holds without the null block, so block ids are 0..num_blocks.
 
-        `model` keeps cached prefixes of different models apart.
+        `model` names all that cached values depend on besides tokens: it keeps prefixes of different models apart.
         """
         self._runner = runner
         self._settings = scheduler

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+SHARE_STEP = 0.01
+"""Suggested shares are rounded up to this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,3 +45,8 @@ class MemoryReport:
     @property
     def max_concurrency_at_max_len(self) -> float:
         return self.kv_tokens / self.max_model_len if self.max_model_len else 0.0
+
+
+def round_share_up(share: float) -> float:
+    """To the next hundredth, at most 1; a share that is a hundredth up to rounding stays."""
+    return min(1.0, round(math.ceil(share / SHARE_STEP - 1e-9) * SHARE_STEP, 2))

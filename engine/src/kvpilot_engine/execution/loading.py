@@ -33,6 +33,7 @@ from kvpilot_engine.models.registry import load_model
 from kvpilot_engine.models.weights import WeightSource, open_weights
 
 DEVICE_NAME = "cpu"
+DTYPE_NAME = "float32"
 WEIGHT_BYTES = 4
 
 OnProgress = Callable[[str, int, int], None]
@@ -50,6 +51,8 @@ class LoadedEngine:
     num_blocks: int
     """Blocks that the storage holds, the null block not counted: as many as the highest share allows."""
     vocab_size: int
+    cache_key: str
+    """Model and arithmetic: what cached keys and values depend on besides tokens."""
     budget: MemoryBudget
     memory: DeviceMemory
     device_name: str = DEVICE_NAME
@@ -130,6 +133,7 @@ def load_engine(
             scheduler=replace(scheduler, max_model_len=max_model_len),
             num_blocks=num_blocks,
             vocab_size=config.vocab_size,
+            cache_key=f"{settings.model} {DTYPE_NAME}",
             budget=budget,
             memory=memory,
         )
@@ -149,8 +153,8 @@ def check_settings(settings: ExecutionSettings) -> None:
     problems = []
     if settings.device != DEVICE_NAME:
         problems.append(f"device is {settings.device!r}; supported: {DEVICE_NAME}")
-    if settings.dtype not in ("auto", "float32"):
-        problems.append(f"dtype is {settings.dtype!r}; supported on {DEVICE_NAME}: auto, float32")
+    if settings.dtype not in ("auto", DTYPE_NAME):
+        problems.append(f"dtype is {settings.dtype!r}; supported on {DEVICE_NAME}: auto, {DTYPE_NAME}")
     for name in ("memory_utilization", "max_memory_utilization"):
         share = getattr(settings, name)
         if not 0.0 < share <= 1.0:

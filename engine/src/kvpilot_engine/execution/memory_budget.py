@@ -8,13 +8,10 @@ All sizes in bytes. Invariant: more share never gives fewer blocks.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
+from kvpilot_engine.core.memory_report import round_share_up
 from kvpilot_engine.errors import DoesNotFitError
-
-SHARE_STEP = 0.01
-"""Suggested shares are rounded up to this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,11 +77,6 @@ class MemoryBudget:
             available_bytes=available,
             suggested=suggested,
         )
-
-
-def round_share_up(share: float) -> float:
-    """To the next hundredth, at most 1; a share that is a hundredth up to rounding stays."""
-    return min(1.0, round(math.ceil(share / SHARE_STEP - 1e-9) * SHARE_STEP, 2))
 
 
 def _explain(

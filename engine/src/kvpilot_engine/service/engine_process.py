@@ -19,10 +19,16 @@ from multiprocessing.connection import Connection
 
 from kvpilot_engine.core.capacity import ResizeState
 from kvpilot_engine.core.engine_core import EngineCore
-from kvpilot_engine.core.memory_report import MemoryReport
+from kvpilot_engine.core.memory_report import MemoryReport, round_share_up
 from kvpilot_engine.core.ports import Clock
 from kvpilot_engine.core.scheduler_output import SequenceOutput
-from kvpilot_engine.errors import DeviceOutOfMemoryError, InvalidRequestError, NeverFitsError, OverloadedError
+from kvpilot_engine.errors import (
+    DeviceOutOfMemoryError,
+    DoesNotFitError,
+    InvalidRequestError,
+    NeverFitsError,
+    OverloadedError,
+)
 from kvpilot_engine.service.messages import (
     AbortRequest,
     AddRequest,
@@ -131,7 +137,13 @@ class EngineLoop:
         # The door (AsyncEngine) bounds the queue, counting free places of the batch too; between two steps all of
         # what it let in waits here at once.
         scheduler = replace(model.scheduler, max_queue_len=model.scheduler.max_queue_len + model.scheduler.max_num_seqs)
-        self._core = EngineCore(self._runner, num_blocks=model.num_blocks, cache=model.cache, scheduler=scheduler)
+        self._core = EngineCore(
+            self._runner,
+            num_blocks=model.num_blocks,
+            cache=model.cache,
+            scheduler=scheduler,
+            model=model.cache_key,
+        )
         self._stopping = False
         self._oom_events: deque[OOMEvent] = deque(maxlen=KEPT_OOM_EVENTS)
         self.oom_seq = 0
@@ -143,8 +155,27 @@ class EngineLoop:
         )
         self._tuning_at = self._clock.monotonic()
         self.tuning = TuningStatus(utilization=start.utilization, requested_utilization=start.utilization)
-        self._core.resize(model.usable_blocks_at(start.utilization))
+        self._put_in_force(start.utilization)
         self._note_start(start)
+
+    def _put_in_force(self, utilization: float) -> None:
+        """Serve with the share's blocks only, or not at all: a share that is not in force is no cap."""
+        num_blocks = self._model.usable_blocks_at(utilization)
+        result = self._core.resize(num_blocks)
+        if result.state is not ResizeState.REJECTED:
+            return
+        memory = self._report_memory()
+        suggested: dict[str, float | int] = {}
+        if memory.min_utilization <= 1.0:
+            suggested["utilization"] = round_share_up(memory.min_utilization)
+        if num_blocks:
+            suggested["max_model_len"] = num_blocks * self._model.cache.block_size
+        raise DoesNotFitError(
+            f"a share of {utilization:g} gives too little for the KV cache: {result.reason}",
+            required_bytes=round(memory.min_utilization * memory.device_total_bytes),
+            available_bytes=memory.limit_bytes,
+            suggested=suggested,
+        )
 
     def _note_start(self, start: ChildStart) -> None:
         """The parent has followed the file already; here its revision is only acknowledged (or seen to have moved)."""

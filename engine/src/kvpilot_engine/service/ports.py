@@ -34,6 +34,11 @@ class ServingModel(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
+    @property
+    def cache_key(self) -> str:
+        """Names all that cached keys and values depend on besides tokens: the model's files and its arithmetic."""
+        ...
+
     def usable_blocks_at(self, utilization: float) -> int:
         """Blocks that a share of the device allows."""
         ...

@@ -74,6 +74,7 @@ class FakeServingModel:
     scheduler: SchedulerSettings
     num_blocks: int
     vocab_size: int = VOCAB_SIZE
+    cache_key: str = "alphabet float32"
 
     def usable_blocks_at(self, utilization: float) -> int:
         return min(self.num_blocks, int(utilization * BLOCKS_OF_DEVICE))

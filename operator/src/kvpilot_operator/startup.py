@@ -29,6 +29,7 @@ from kvpilot_operator.errors import OperatorError, RefusedError, TransientError
 from kvpilot_operator.lease import LeaseGuard
 from kvpilot_operator.observability.metrics import OperatorMetrics
 from kvpilot_operator.reconciler import Reconciler
+from kvpilot_operator.schema_guard import SchemaGuard
 from kvpilot_operator.settings import OperatorSettings
 from kvpilot_operator.ticker import Ticker
 from kvpilot_operator.watch_monitor import WatchMonitor
@@ -93,6 +94,7 @@ class Operator:
     metrics: OperatorMetrics
     monitor: WatchMonitor
     lease: LeaseGuard
+    schema: SchemaGuard
     reconciler: Reconciler
     queue: WorkQueue
     ticker: Ticker
@@ -130,6 +132,7 @@ class Operator:
 
     async def start(self) -> None:
         self.lease.start()
+        self.schema.start()
         self.queue.start()
         self.ticker.start()
         if self.settings.metrics_bind_port:
@@ -141,6 +144,7 @@ class Operator:
             await self.web_runner.cleanup()
         await self.ticker.stop()
         await self.queue.stop()
+        await self.schema.stop()
         await self.lease.stop()
         await self.engines.close()
         await self.api.close()
@@ -176,8 +180,9 @@ class Operator:
             )
 
         async def show_readiness(_request: web.Request) -> web.Response:
-            held = self.lease.is_held
-            return web.json_response({"leaseHeld": held}, status=200 if held else 503)
+            held, problem = self.lease.is_held, self.schema.problem
+            body = {"leaseHeld": held, **({} if problem is None else {"problem": problem})}
+            return web.json_response(body, status=200 if held and problem is None else 503)
 
         app = web.Application()
         app.add_routes([web.get("/metrics", show_metrics), web.get("/readyz", show_readiness)])
@@ -210,6 +215,7 @@ async def build_operator(settings: OperatorSettings) -> Operator:
         identity=settings.identity or socket.gethostname(),
         duration_s=settings.lease_seconds,
     )
+    schema = SchemaGuard(api, recheck_s=settings.resync_seconds, on_checked=metrics.set_missing_fields)
     reconciler = Reconciler(api, engines, clock, default_engine_image=settings.default_engine_image, recorder=metrics)
 
     async def work(key: NamespacedName) -> float | None:
@@ -242,6 +248,7 @@ async def build_operator(settings: OperatorSettings) -> Operator:
         metrics=metrics,
         monitor=monitor,
         lease=lease,
+        schema=schema,
         reconciler=reconciler,
         queue=queue,
         ticker=ticker,

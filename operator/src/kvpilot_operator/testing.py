@@ -89,6 +89,8 @@ class FakeKubeApi:
         """Raise this for (verb, resource), every time until it is removed."""
         self.watcher: Callable[[NamespacedName], None] = lambda _owner: None
         """Told the object whose child changed, as a watch on our label would."""
+        self.openapi: dict[str, Manifest] = {}
+        """Published documents by path."""
         self._applied: dict[_Ref, Manifest] = {}
         self._version = 100
         self._uid = 0
@@ -137,6 +139,11 @@ class FakeKubeApi:
             and (not name or value["metadata"]["name"] == name)
             and _matches(value, labels)
         ]
+
+    async def get_openapi(self, path: str) -> Manifest | None:
+        self.reads.append(("get", "openapi"))
+        self._maybe_fail("get", "openapi")
+        return copy.deepcopy(self.openapi.get(path))
 
     async def apply(self, manifest: Manifest, *, force: bool) -> Manifest:
         resource = resource_of(manifest)

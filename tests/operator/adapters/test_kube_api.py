@@ -128,6 +128,8 @@ async def test_not_found_is_none_where_it_is_an_outcome(server: Server, api: Kub
     assert await api.get_object(LLM_DEPLOYMENTS, "team-a", "llama") is None
     assert await api.annotate_pod("team-a", "p", "uid", {"a": "b"}) is None
     await api.delete_pod("team-a", "p", "uid")
+    assert await api.get_openapi("/openapi/v3/apis/kvpilot.dev/v1alpha1") is None
+    assert server.requests[-1][:2] == ("GET", "/openapi/v3/apis/kvpilot.dev/v1alpha1")
     assert server.requests[-1] == ("DELETE", "/api/v1/namespaces/team-a/pods/p", {}, {"preconditions": {"uid": "uid"}})
 
 

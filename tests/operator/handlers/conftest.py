@@ -21,6 +21,7 @@ import pytest
 import yaml
 
 from kvpilot_operator.core.rights import RIGHTS
+from kvpilot_operator.core.schema_check import OPENAPI_PATH
 from kvpilot_tools.cluster.api_server import ApiServer
 from kvpilot_tools.kubectl import Kubectl, wait_for
 from kvpilot_tools.repository import ROOT
@@ -187,16 +188,13 @@ def _stopping(cluster: Cluster) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def schema(api_server: ApiServer) -> ApiServer:
-    """The API server with our schema."""
+    """The API server with our schema, served and published."""
     kubectl = Kubectl(binary=api_server.kubectl, kubeconfig=api_server.kubeconfig, namespace="default")
     kubectl.run("apply", "--server-side", "-f", str(ROOT / "crds" / "llmdeployments.yaml"))
 
     def is_served() -> bool:
-        crd = kubectl.get("customresourcedefinition", "llmdeployments.kvpilot.dev") or {}
-        conditions = {c["type"]: c["status"] for c in crd.get("status", {}).get("conditions", [])}
-        return conditions.get("Established") == "True" and "llmdeployments" in kubectl.run(
-            "api-resources", "-o", "name"
-        )
+        published = kubectl.run("get", "--raw", "/openapi/v3").find(OPENAPI_PATH.removeprefix("/openapi/v3/")) >= 0
+        return published and "llmdeployments" in kubectl.run("api-resources", "-o", "name")
 
     wait_for(is_served, "the schema to be served", limit_s=30)
     return api_server

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import urllib.error
 import urllib.request
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import yaml
 
 from kvpilot_operator.testing import make_object
+from kvpilot_tools.repository import ROOT
 
 if TYPE_CHECKING:
     from tests.operator.handlers.conftest import Cluster, OperatorProcess
@@ -215,6 +218,38 @@ def count_calls(operator: OperatorProcess, verb: str) -> int:
     lines = read(operator.metrics_port, "/metrics")[1].splitlines()
     found = [line for line in lines if line.startswith("kvpilot_operator_api_calls_total") and f'verb="{verb}"' in line]
     return int(sum(float(line.rsplit(" ", 1)[1]) for line in found))
+
+
+def test_an_older_schema_is_said_aloud_until_it_is_upgraded(cluster: Cluster) -> None:  # C25
+    current: dict[str, Any] = yaml.safe_load((ROOT / "crds" / "llmdeployments.yaml").read_text())
+    older = copy.deepcopy(current)
+    spec = older["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]
+    del spec["scaling"]["properties"]["scaleDownStabilizationSeconds"]
+
+    def install(crd: dict[str, Any]) -> None:
+        cluster.admin.run("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=json.dumps(crd))
+
+    def shows(code: int, missing: int) -> bool:
+        metric = f"kvpilot_operator_crd_missing_fields {missing}.0"
+        ports = operator.metrics_port
+        return read(ports, "/readyz")[0] == code and metric in read(ports, "/metrics")[1]
+
+    operator = cluster.start_operator(KVPILOT_OPERATOR_RESYNC_SECONDS="1")
+    cluster.wait(lambda: shows(200, 0), "the operator to be ready")
+    try:
+        install(older)
+        cluster.wait(lambda: shows(503, 1), "it to be seen")
+        problem = json.loads(read(operator.metrics_port, "/readyz")[1])["problem"]
+        assert "spec.scaling.scaleDownStabilizationSeconds;" in problem
+        assert "crds.install=true" in problem
+        assert [line["message"] for line in operator.lines if line["level"] == "ERROR"] == [problem]
+        assert read(operator.health_port, "/healthz")[0] == 200
+        create(cluster)
+        cluster.wait(lambda: cluster.condition("Ready"), "objects to be served all the same")
+    finally:
+        install(current)
+    cluster.wait(lambda: shows(200, 0), "the upgrade to be seen")
+    assert "has every field now" in operator.log.read_text()
 
 
 def test_wrong_settings_end_the_start_with_all_problems(cluster: Cluster) -> None:

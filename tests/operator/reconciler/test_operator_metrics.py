@@ -41,6 +41,15 @@ def test_the_documented_list_is_what_is_exported(metrics: OperatorMetrics) -> No
     assert documented == exported
 
 
+def test_missing_fields_are_unknown_until_they_are_counted(metrics: OperatorMetrics) -> None:  # C25
+    name = b"kvpilot_operator_crd_missing_fields"
+    assert name + b" NaN" in generate_latest(metrics.registry)
+    metrics.set_missing_fields(3)
+    assert name + b" 3.0" in generate_latest(metrics.registry)
+    metrics.set_missing_fields(None)
+    assert name + b" NaN" in generate_latest(metrics.registry)
+
+
 def test_series_of_a_gone_object_are_gone(metrics: OperatorMetrics) -> None:  # D6
     use_everything(metrics)
     metrics.set_object(NamespacedName("team-b", "llama"), replicas={"desired": 7}, utilization=0.8)

@@ -66,6 +66,12 @@ class KubernetesApi:
         # Items of a list carry neither kind nor apiVersion; what reads them later wants both.
         return [{"apiVersion": resource.api_version, "kind": resource.kind, **item} for item in items]
 
+    async def get_openapi(self, path: str) -> Manifest | None:
+        # No resource, so no right of ours: the server's own role system:discovery lets everyone who is logged in.
+        what = f"get {path}"
+        status, payload, retry_after = await self._send("get", "openapi", path, what, None, None, _JSON)
+        return None if status == 404 else _parse(status, payload, what, retry_after)
+
     async def apply(self, manifest: Manifest, *, force: bool) -> Manifest:
         metadata = manifest["metadata"]
         return await self._write(
@@ -180,14 +186,7 @@ class KubernetesApi:
         status, payload, retry_after = await self._send(verb, target, path, what, query, body, content_type)
         if status == 404 and missing_ok:
             return None
-        if not 200 <= status <= 299:
-            raise build_error(status, payload, what, retry_after)
-        try:
-            answer = json.loads(payload)
-        except ValueError as error:
-            raise ObservationError(f"{what}: HTTP {status} without JSON") from error
-        if not isinstance(answer, dict):
-            raise ObservationError(f"{what}: HTTP {status}, the JSON is no object")
+        answer = _parse(status, payload, what, retry_after)
         if verb not in ("get", "list", "delete") and answer.get("kind") == resource.kind:
             self._on_written(answer)
         return answer
@@ -219,3 +218,15 @@ class KubernetesApi:
         finally:
             self._on_call(verb, target, status)
         return status, payload, answer.getheader("Retry-After")
+
+
+def _parse(status: int, payload: bytes, what: str, retry_after: str | None) -> Manifest:
+    if not 200 <= status <= 299:
+        raise build_error(status, payload, what, retry_after)
+    try:
+        answer = json.loads(payload)
+    except ValueError as error:
+        raise ObservationError(f"{what}: HTTP {status} without JSON") from error
+    if not isinstance(answer, dict):
+        raise ObservationError(f"{what}: HTTP {status}, the JSON is no object")
+    return answer

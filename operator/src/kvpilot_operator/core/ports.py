@@ -28,6 +28,10 @@ class KubeApi(Protocol):
         """All that match; `namespace` None means cluster-wide, `labels` is a selector, `name` one object's name."""
         ...
 
+    async def get_openapi(self, path: str) -> Manifest | None:
+        """One OpenAPI document that the API server publishes; None when it has none there."""
+        ...
+
     async def apply(self, manifest: Manifest, *, force: bool) -> Manifest:
         """Server-side apply as `kvpilot`. Without `force` a field of another manager is a ConflictError."""
         ...

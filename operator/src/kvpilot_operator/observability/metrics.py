@@ -5,6 +5,7 @@ Labels are bounded: kinds of errors, verbs, resources, reasons, and one series p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -47,6 +48,12 @@ class OperatorMetrics:
         self._leader = Gauge(
             "kvpilot_operator_lease_held", "1 while this process holds the lease and may write.", registry=registry
         )
+        self._missing_fields = Gauge(
+            "kvpilot_operator_crd_missing_fields",
+            "Fields that this operator needs and the installed CustomResourceDefinition lacks; NaN: unknown.",
+            registry=registry,
+        )
+        self._missing_fields.set(math.nan)
         self._replicas = Gauge(
             "kvpilot_operator_replicas",
             "Replicas of an object by state (desired, current, ready, unknown).",
@@ -88,6 +95,10 @@ class OperatorMetrics:
 
     def set_lease_held(self, *, held: bool) -> None:
         self._leader.set(1 if held else 0)
+
+    def set_missing_fields(self, count: int | None) -> None:
+        """`count` None: the installed schema could not be read."""
+        self._missing_fields.set(math.nan if count is None else count)
 
     def set_object(self, key: NamespacedName, *, replicas: Mapping[str, int], utilization: float | None) -> None:
         """The gauges of one object. `utilization` None: the object has no cap yet."""

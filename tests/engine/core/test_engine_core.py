@@ -190,7 +190,7 @@ def test_preemptions_of_a_request_are_bounded(caching: bool, num_blocks: int, pr
     add_all(engine, requests)
     collector = run(engine)
     assert all(collector.token_ids[r.request_id] == compute_expected_tokens(r) for r in requests)
-    preemptions = Counter(request_id for plan in runner.plans for request_id in plan.preempted)
+    preemptions = Counter(preemption.request_id for plan in runner.plans for preemption in plan.preempted)
     assert max(preemptions.values(), default=0) <= 5
     assert engine.stats().num_preemptions_total == preemptions.total() > 0
 

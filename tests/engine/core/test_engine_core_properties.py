@@ -85,7 +85,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.engine.check_invariants()
             if self.runner.plans:
                 plan = self.runner.plans[-1]
-                assert not set(plan.preempted) & {scheduled.request_id for scheduled in plan.scheduled}
+                assert not {p.request_id for p in plan.preempted} & {s.request_id for s in plan.scheduled}
                 assert plan.num_tokens <= self.budget
 
     @rule(data=st.data())
@@ -196,5 +196,5 @@ def test_tokens_are_right_under_heavy_preemption(
         assert collector.token_ids[request.request_id] == compute_expected_tokens(request)
         assert collector.final[request.request_id].finish_reason is FinishReason.LENGTH
     for plan in runner.plans:
-        assert not set(plan.preempted) & {scheduled.request_id for scheduled in plan.scheduled}
+        assert not {p.request_id for p in plan.preempted} & {s.request_id for s in plan.scheduled}
         assert plan.num_tokens <= budget

@@ -8,12 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpilot_engine.core.ids import TokenId
+from kvpilot_engine.core.ids import RequestId, TokenId
 from kvpilot_engine.core.kv_cache_manager import KVCacheManager
 from kvpilot_engine.core.preemption import MAX_PREEMPTIONS
 from kvpilot_engine.core.request import GenerationRequest
 from kvpilot_engine.core.scheduler import Scheduler
-from kvpilot_engine.core.scheduler_output import FinishReason, ModelRunnerOutput, SchedulerOutput, SequenceOutput
+from kvpilot_engine.core.scheduler_output import (
+    FinishReason,
+    ModelRunnerOutput,
+    Preemption,
+    SchedulerOutput,
+    SequenceOutput,
+)
 from kvpilot_engine.core.settings import CacheSettings, SchedulerSettings
 from kvpilot_engine.errors import ModelExecutionError
 from kvpilot_engine.testing import FakeModelRunner, make_request
@@ -126,7 +132,7 @@ def test_a_full_pool_preempts_and_the_victim_returns_before_later_arrivals() -> 
     while len(bench.scheduler):
         plan, _ = bench.step()
         started += [s.request_id for s in plan.scheduled if s.start_position == 0]
-        preempted += plan.preempted
+        preempted += [preemption.request_id for preemption in plan.preempted]
     assert preempted == ["b"]
     assert started.index("b") < started.index("late")
     assert bench.scheduler.counters.num_preemptions == 1
@@ -142,7 +148,7 @@ def test_a_victim_that_was_already_planned_leaves_its_share_to_others() -> None:
     pool = bench.kv_cache.pool
     assert pool.allocate(pool.num_available) is not None
     plan = bench.scheduler.schedule()
-    assert plan.preempted == ("victim",)
+    assert plan.preempted == (Preemption(RequestId("victim"), num_lost_tokens=5, num_preemptions=1),)
     assert [s.request_id for s in plan.scheduled] == ["oldest", "old", "needy", "last"]
 
 
@@ -176,9 +182,8 @@ def test_tokens_computed_again_are_counted_and_are_no_prefix_hits(caching: bool,
     bench = Bench(*requests, num_blocks=7, caching=caching, budget=budget)
     lost = 0
     while len(bench.scheduler):
-        computed = {s.request_id: s.num_computed_tokens for s in bench.scheduler._running.values()}
         plan, _ = bench.step()
-        lost += sum(computed[request_id] for request_id in plan.preempted)
+        lost += sum(preemption.num_lost_tokens for preemption in plan.preempted)
     counters = bench.scheduler.counters
     assert counters.num_prefix_hits == 0
     assert counters.num_prefix_queries == (14 if caching else 0)

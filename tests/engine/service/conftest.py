@@ -46,8 +46,16 @@ class EngineKit:
 async def kit() -> AsyncIterator[EngineKit]:
     started: list[AsyncEngine] = []
 
-    async def start(loader: FakeModelLoader | None = None, *, wait_ready: bool = True, **settings: Any) -> AsyncEngine:
-        engine = AsyncEngine(loader or FakeModelLoader(), ServiceSettings(**settings))
+    async def start(
+        loader: FakeModelLoader | None = None,
+        *,
+        wait_ready: bool = True,
+        configure_child_logging: Callable[[], None] | None = None,
+        **settings: Any,
+    ) -> AsyncEngine:
+        engine = AsyncEngine(
+            loader or FakeModelLoader(), ServiceSettings(**settings), configure_child_logging=configure_child_logging
+        )
         started.append(engine)
         await engine.start()
         if wait_ready:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
+import re
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +135,26 @@ async def test_never_fitting_request_is_refused_by_type_and_the_next_one_runs(ki
             await anext(stream)
     async with engine.generate([kit.request("b")]) as stream:
         assert (await read_all(stream))[0] == "ABCDEFGH"
+
+
+async def test_every_preemption_is_a_log_line_with_what_was_lost(kit: EngineKit, tmp_path: Path) -> None:  # A4
+    log = tmp_path / "log"
+    engine = await kit.start(
+        configure_child_logging=partial(logging.basicConfig, filename=log, level="INFO"), gpu_memory_utilization=0.35
+    )
+    requests = [kit.request(f"r{i}", prompt=chr(97 + i) * 20, max_tokens=80, ignore_eos=True) for i in range(4)]
+    async with engine.generate(requests) as stream:
+        assert (await read_all(stream))[1] == [FinishReason.LENGTH] * 4
+    lines = re.findall(
+        r"request (r\d) preempted .*: (\d+) computed tokens lost, preemption (\d+) of this request", log.read_text()
+    )
+    assert engine.snapshot is not None
+    await kit.until(lambda: engine.snapshot.stats.finished_total["length"] == 4)
+    assert len(lines) == engine.snapshot.stats.num_preemptions_total > 0
+    assert all(20 <= int(lost) < 100 for _, lost, _ in lines)
+    for name in {name for name, _, _ in lines}:
+        counts = [int(count) for other, _, count in lines if other == name]
+        assert counts == list(range(1, len(counts) + 1))
 
 
 async def test_child_killed_ends_every_stream_and_fails_the_engine(kit: EngineKit) -> None:  # A21

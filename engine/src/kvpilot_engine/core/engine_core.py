@@ -14,7 +14,7 @@ from kvpilot_engine.core.kv_cache_manager import KVCacheManager
 from kvpilot_engine.core.ports import ModelRunner
 from kvpilot_engine.core.request import GenerationRequest
 from kvpilot_engine.core.scheduler import Scheduler
-from kvpilot_engine.core.scheduler_output import FinishReason, SchedulerOutput, SequenceOutput
+from kvpilot_engine.core.scheduler_output import FinishReason, Preemption, SchedulerOutput, SequenceOutput
 from kvpilot_engine.core.settings import CacheSettings, SchedulerSettings
 from kvpilot_engine.core.stats import EngineStats
 from kvpilot_engine.errors import (
@@ -51,6 +51,8 @@ class EngineCore:
         self._scheduler = Scheduler(scheduler, self._kv_cache)
         self._undelivered: list[SequenceOutput] = []
         """Rejections of a plan whose execution then failed; the next step delivers them."""
+        self.preempted: tuple[Preemption, ...] = ()
+        """Who gave up its blocks in the newest step, also when its execution failed."""
 
     @property
     def has_work(self) -> bool:
@@ -93,6 +95,7 @@ class EngineCore:
         raised after the plan was dropped: no request is lost, and the caller decides whether to step again.
         """
         plan = self._scheduler.schedule()
+        self.preempted = plan.preempted
         self._undelivered.extend(plan.rejected)
         if plan.scheduled:
             self._undelivered.extend(self._run(plan))

@@ -24,6 +24,7 @@ from kvpilot_engine.core.request import GenerationRequest
 from kvpilot_engine.core.scheduler_output import (
     FinishReason,
     ModelRunnerOutput,
+    Preemption,
     ScheduledSequence,
     SchedulerOutput,
     SequenceOutput,
@@ -54,7 +55,7 @@ class _Planning:
 
     num_tokens_left: int
     reservations: dict[RequestId, _Reservation] = field(default_factory=dict)
-    preempted: list[RequestId] = field(default_factory=list)
+    preempted: list[Preemption] = field(default_factory=list)
     rejected: list[SequenceOutput] = field(default_factory=list)
 
 
@@ -213,9 +214,9 @@ class Scheduler:
         if reservation is not None:
             planning.num_tokens_left += reservation.num_tokens
         victim.num_preemptions += 1
-        self._return_to_queue(victim)
         self.counters.num_preemptions += 1
-        planning.preempted.append(victim.request_id)
+        planning.preempted.append(Preemption(victim.request_id, victim.num_computed_tokens, victim.num_preemptions))
+        self._return_to_queue(victim)
 
     def _plan_waiting(self, planning: _Planning) -> None:
         while (sequence := self._waiting.first()) is not None:

@@ -44,11 +44,22 @@ class ScheduledSequence:
 
 
 @dataclass(frozen=True, slots=True)
+class Preemption:
+    """A sequence gave its blocks up for another and waits again."""
+
+    request_id: RequestId
+    num_lost_tokens: int
+    """Computed tokens that it gave up; what the prefix cache still holds when it returns is not computed again."""
+    num_preemptions: int
+    """How often this sequence was preempted, this time included."""
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerOutput:
     """One step's plan. Planning only reserves blocks; nothing is committed until the result is."""
 
     scheduled: tuple[ScheduledSequence, ...]
-    preempted: tuple[RequestId, ...] = ()
+    preempted: tuple[Preemption, ...] = ()
     rejected: tuple[SequenceOutput, ...] = ()
     """Sequences that can't go on and end in this step without being run."""
 

@@ -254,7 +254,9 @@ class EngineLoop:
         if not self._core.has_work:
             return ()
         try:
-            return tuple(self._core.step())
+            outputs = tuple(self._core.step())
+            self._log_preemptions()
+            return outputs
         except DeviceOutOfMemoryError as error:
             self.oom_seq += 1
             self._oom_events.append(
@@ -270,8 +272,18 @@ class EngineLoop:
                     free_bytes=error.free_bytes,
                 )
             )
+            self._log_preemptions()
             self._connection.send(self._take_snapshot())
             raise
+
+    def _log_preemptions(self) -> None:
+        for preemption in self._core.preempted:
+            _LOG.info(
+                "request %s preempted for want of KV blocks: %d computed tokens lost, preemption %d of this request",
+                preemption.request_id,
+                preemption.num_lost_tokens,
+                preemption.num_preemptions,
+            )
 
     # Tuning
 

@@ -123,13 +123,22 @@ async def test_the_servers_wish_when_to_come_back_is_kept(
     assert caught.value.retry_after_s == expected
 
 
+async def test_what_is_published_is_read_without_a_right_of_ours(server: Server, api: KubernetesApi) -> None:  # C25
+    server.body = b'{"components": {}}'
+    assert await api.get_openapi("/openapi/v3/apis/a/v1") == {"components": {}}
+    assert server.requests[-1] == ("GET", "/openapi/v3/apis/a/v1", {}, None)
+    server.status = 404
+    assert await api.get_openapi("/openapi/v3/apis/a/v1") is None
+    server.status, server.body = 403, status_body("forbidden")
+    with pytest.raises(RefusedError):
+        await api.get_openapi("/openapi/v3/apis/a/v1")
+
+
 async def test_not_found_is_none_where_it_is_an_outcome(server: Server, api: KubernetesApi) -> None:
     server.status, server.body = 404, status_body("not found")
     assert await api.get_object(LLM_DEPLOYMENTS, "team-a", "llama") is None
     assert await api.annotate_pod("team-a", "p", "uid", {"a": "b"}) is None
     await api.delete_pod("team-a", "p", "uid")
-    assert await api.get_openapi("/openapi/v3/apis/kvpilot.dev/v1alpha1") is None
-    assert server.requests[-1][:2] == ("GET", "/openapi/v3/apis/kvpilot.dev/v1alpha1")
     assert server.requests[-1] == ("DELETE", "/api/v1/namespaces/team-a/pods/p", {}, {"preconditions": {"uid": "uid"}})
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from kvpilot_operator.core.observing import find_foreign_scaler
 
-REPLICAS = {"f:spec": {"f:replicas": {}}}
+REPLICAS: dict[str, object] = {"f:spec": {"f:replicas": {}}}
 
 
 def written_by(manager: str, subresource: str | None, operation: str = "Update") -> dict[str, object]:

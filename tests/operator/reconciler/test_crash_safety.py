@@ -46,6 +46,8 @@ class Run:
         self.has_crashed = False
         self.caps: list[float] = []
         self.replicas: list[int] = []
+        self.on_crash: Callable[[Run], None] = lambda _run: None
+        """What goes on in the cluster while the operator is away."""
         self._crash_before = crash_before
         self._reconciler = self._start()
 
@@ -55,6 +57,10 @@ class Run:
         )
         self.api.watcher = reconciler.note_child_change
         return reconciler
+
+    def restart(self) -> None:
+        """A new process: nothing but the API server remembers."""
+        self._reconciler = self._start()
 
     def arm(self) -> None:
         if self._crash_before is not None:
@@ -67,7 +73,8 @@ class Run:
             except Crash:
                 self.has_crashed = True
                 self.api.crash_before_write = None
-                self._reconciler = self._start()
+                self.on_crash(self)
+                self.restart()
             self._note()
             self.clock.advance(5)
 
@@ -78,6 +85,16 @@ class Run:
         deployment = self.api.peek(DEPLOYMENTS, *KEY)
         if deployment is not None:
             self.replicas.append(deployment["spec"]["replicas"])
+
+    @property
+    def marks(self) -> dict[str, Any]:
+        """How far the events of each pod are handled, as both copies have it."""
+        config_map = self.api.peek(CONFIG_MAPS, "team-a", "llama-tuning")
+        manifest = self.api.peek(LLM_DEPLOYMENTS, *KEY)
+        assert config_map is not None
+        assert manifest is not None
+        kept = json.loads(config_map["data"]["memory.json"])
+        return {"config map": kept.get("handled"), "status": manifest["status"]["memory"].get("handled")}
 
     def end_state(self) -> dict[str, Any]:
         """What must not depend on where it was cut: everything but times, versions and who wrote last."""
@@ -194,6 +211,58 @@ async def test_dying_between_the_cap_and_the_status_lowers_the_cap_once() -> Non
         if not run.has_crashed:
             return
     pytest.fail("the story writes without end")
+
+
+def end_run_of_pod(run: Run) -> None:
+    """The run whose engine told of an OOM ends: its last words tell it again, without its share and as a larger one."""
+    words = {"reason": "DeviceOOMWhileServing", "requested_bytes": 5 * 2**27, "free_bytes": 0, "oom_seq": 1}
+    ended = {"exitCode": 74, "reason": "Error", "message": json.dumps(words), "finishedAt": "2026-01-01T00:00:20Z"}
+    pod = run.api.peek(PODS, "team-a", "llama-0")
+    assert pod is not None
+    (container,) = pod["status"]["containerStatuses"]
+    container |= {"restartCount": 1, "lastState": {"terminated": ended}}
+    run.api.put(pod)
+    run.engines.states["pod-llama-0"] = make_engine_state()
+
+
+async def test_an_event_that_reads_differently_after_a_crash_lowers_the_cap_once() -> None:  # C6
+    lowered_before_the_crash = 0
+    for crash_before in range(MAX_WRITES):
+        run = Run(crash_before)
+        run.on_crash = end_run_of_pod
+        run.api.put(make_object())
+        await run.run(3)
+        oom = EngineOOM(seq=1, phase="decode", cause="own", utilization=0.9, survived=False, message="short")
+        run.add_pods(1, oom_events=(oom,), oom_seq=1)
+        run.arm()
+        await run.run(6)
+        if not run.has_crashed:
+            assert lowered_before_the_crash >= 1
+            return
+        caps = list(dict.fromkeys(run.caps))
+        assert len(caps) == 2, f"died before write {crash_before}: {caps}"
+        lowered_before_the_crash += caps == [0.9, 0.88]
+    pytest.fail("the story writes without end")
+
+
+async def test_a_restart_loses_no_handled_mark() -> None:  # C6
+    run = Run(None)
+    run.api.put(make_object())
+    await run.run(3)
+    oom = EngineOOM(seq=3, phase="decode", cause="own", utilization=0.9, survived=True, message="short")
+    run.add_pods(2, oom_events=(oom,), oom_seq=3)
+    await run.run(3)
+    expected = [{"pod": f"pod-llama-{n}", "run": 0, "seq": 3, "endedRun": -1} for n in range(2)]
+    assert run.marks == {"config map": expected, "status": expected}
+    run.engines.targets.clear()
+    run.restart()
+    await run.run(3)
+    assert {(target.uid, target.since) for target in run.engines.targets} == {("pod-llama-0", 3), ("pod-llama-1", 3)}
+    run.api.remove(CONFIG_MAPS, "team-a", "llama-tuning")  # its other copy serves
+    run.restart()
+    await run.run(3)
+    assert run.marks == {"config map": expected, "status": expected}
+    assert list(dict.fromkeys(run.caps)) == [0.9, 0.88]
 
 
 async def test_dying_around_a_scale_down_never_lowers_twice_within_the_window() -> None:  # C6

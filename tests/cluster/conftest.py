@@ -24,7 +24,7 @@ def release(local_cluster: Path) -> Iterator[Release]:
     """Our chart, installed with the image built from this checkout."""
     subprocess.run([sys.executable, "-m", "kvpilot_tools.cluster", "base-image", "--load"], check=True)
     installed = Release(kubeconfig=local_cluster)
-    installed.install(images.build(images.OPERATOR, load=True), "operator.tickSeconds=2")
+    installed.install(images.build(images.OPERATOR, load=True), "operator.tickSeconds=3")
     yield installed
     log = operator_log(Kubectl.for_kubeconfig(local_cluster, installed.namespace))
     installed.uninstall()

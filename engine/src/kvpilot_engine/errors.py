@@ -171,7 +171,13 @@ class DoesNotFitError(StartupError):
 
 
 class DeviceContendedError(StartupError):
-    """Others hold so much of the device that our share is not free."""
+    """Others hold so much of the device that a start whose share would do finds too little free."""
 
     exit_code = ExitCode.DEVICE_CONTENDED
     reason = "DeviceMemoryContended"
+
+    def __init__(self, message: str, *, required_bytes: int, free_bytes: int, total_bytes: int) -> None:
+        super().__init__(message)
+        self.required_bytes = required_bytes
+        self.free_bytes = free_bytes
+        self.total_bytes = total_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,15 @@ def test_cgroup_v2_limit_of_the_container(machine: HostMemory) -> None:
     write(root / "memory.stat", f"anon 5\ninactive_file {GIB // 2}\n")
     assert machine.total_bytes() == 2 * GIB
     assert machine.free_bytes() == GIB + GIB // 2  # page cache that nobody uses can be had
+    write(root / "memory.stat", f"anon 5\ninactive_file {GIB // 2}\nactive_file {GIB // 4}\n")
+    assert machine.free_bytes() == GIB + GIB // 2
+    assert machine.obtainable_bytes() == GIB + 3 * GIB // 4  # and in need, all of it
+
+
+def test_own_family_is_this_process_and_its_parent(machine: HostMemory) -> None:
+    assert machine.family_bytes() == GIB
+    write(machine.proc_root / str(os.getppid()) / "status", f"Name: y\nVmRSS:\t {GIB // 2048} kB\n")
+    assert machine.family_bytes() == GIB + GIB // 2
 
 
 def test_the_smallest_limit_on_the_way_up_holds(machine: HostMemory) -> None:
@@ -75,6 +85,9 @@ def test_an_explicit_total_replaces_all_of_it(machine: HostMemory) -> None:
     named = HostMemory(override_bytes=3 * GIB, proc_root=machine.proc_root, cgroup_root=machine.cgroup_root)
     assert named.total_bytes() == 3 * GIB
     assert named.free_bytes() == 2 * GIB
+    assert named.physical_bytes() == 2 * GIB
+    write(machine.cgroup_root / "memory.current", f"{GIB}\n")
+    assert named.obtainable_bytes() == GIB
 
 
 def test_this_very_process_can_be_read() -> None:

@@ -14,11 +14,20 @@ from kvpilot_engine.core.ids import BlockId, RequestId, TokenId
 from kvpilot_engine.core.sampling_params import SamplingParams
 from kvpilot_engine.core.scheduler_output import ScheduledSequence, SchedulerOutput
 from kvpilot_engine.core.settings import CacheSettings, SchedulerSettings
-from kvpilot_engine.errors import DeviceOutOfMemoryError, DoesNotFitError, ModelExecutionError, OOMPhase, SettingsError
+from kvpilot_engine.errors import (
+    DeviceContendedError,
+    DeviceOutOfMemoryError,
+    DoesNotFitError,
+    ModelExecutionError,
+    OOMPhase,
+    SettingsError,
+)
+from kvpilot_engine.execution.contention import check_not_contended
 from kvpilot_engine.execution.device_memory import HostMemory
 from kvpilot_engine.execution.fault_injection import VARIABLE, FaultInjection
 from kvpilot_engine.execution.loading import load_engine
 from kvpilot_engine.execution.settings import ExecutionSettings
+from kvpilot_engine.service.termination import describe_failure
 
 GIB = 1 << 30
 SCHEDULER = SchedulerSettings(max_num_batched_tokens=64, max_num_seqs=8)
@@ -39,6 +48,41 @@ class FixedMemory(HostMemory):
 
     def reset_peak(self) -> bool:
         return False
+
+    def physical_bytes(self) -> int:
+        return self.total_bytes()
+
+    def family_bytes(self) -> int:
+        return self.process_bytes()
+
+    def obtainable_bytes(self) -> int:
+        return self.free_bytes()
+
+
+@dataclass(frozen=True, slots=True)
+class ContendedMemory(FixedMemory):
+    """The same device, where others hold something too."""
+
+    others_bytes: int = 0
+
+    def obtainable_bytes(self) -> int:
+        return self.free_bytes() - self.others_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceOfNumbers:
+    physical: int
+    family: int
+    free: int
+
+    def physical_bytes(self) -> int:
+        return self.physical
+
+    def family_bytes(self) -> int:
+        return self.family
+
+    def obtainable_bytes(self) -> int:
+        return self.free
 
 
 @pytest.fixture
@@ -107,6 +151,54 @@ def test_what_cannot_fit_is_refused_before_any_weight_is_read(  # A16
     with pytest.raises(DoesNotFitError) as caught:
         load(replace(settings, num_blocks_override=5, max_model_len=81))
     assert caught.value.suggested == {"max_model_len": 80}
+
+
+def test_two_reasons_not_to_start_can_be_told_apart(  # A16
+    settings: ExecutionSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reason 1: others hold what the share needs. Reason 2: the share is too small, whoever else is there."""
+    monkeypatch.setattr(
+        "kvpilot_engine.execution.loading.load_model", lambda *_, **__: pytest.fail("weights were read")
+    )
+    crowded = ContendedMemory(others_bytes=GIB - (100 << 20))
+    with pytest.raises(DeviceContendedError) as contended:
+        load_engine(settings, CacheSettings(), SCHEDULER, memory=crowded)
+    assert contended.value.free_bytes == 0
+    assert contended.value.required_bytes > 0
+    with pytest.raises(DoesNotFitError):
+        load_engine(replace(settings, memory_utilization=0.05), CacheSettings(), SCHEDULER, memory=crowded)
+
+    code, termination = describe_failure(contended.value, utilization=0.9)
+    assert code == 73
+    assert (termination["reason"], termination["phase"], termination["cause"]) == (
+        "DeviceMemoryContended",
+        "load",
+        "neighbour",
+    )
+    assert (termination["limit_bytes"], termination["free_bytes"]) == (GIB, 0)
+    assert termination["suggested"] == {"utilization": None, "max_model_len": None}
+
+
+def test_others_that_leave_enough_to_start_are_no_reason(settings: ExecutionSettings) -> None:  # A16
+    """They hold a third of what the share would take."""
+    shared = ContendedMemory(others_bytes=GIB // 3)
+    assert load_engine(settings, CacheSettings(), SCHEDULER, memory=shared).num_blocks > 0
+
+
+@pytest.mark.parametrize(
+    ("physical", "family", "free", "is_contended"),
+    [(1000, 100, 500, False), (1000, 100, 499, True), (1000, 500, 499, True), (1000, 501, 499, False)],
+    ids=["enough is free", "others hold it", "all but ours would do", "our own parent holds it"],
+)
+def test_contended_means_that_it_would_fit_without_the_others(
+    physical: int, family: int, free: int, is_contended: bool
+) -> None:
+    device = DeviceOfNumbers(physical, family, free)
+    if not is_contended:
+        check_not_contended(device, 500)
+        return
+    with pytest.raises(DeviceContendedError, match=f"others hold {physical - family - free} of {physical} bytes"):
+        check_not_contended(device, 500)
 
 
 def test_bad_settings_are_listed_all_at_once(settings: ExecutionSettings) -> None:

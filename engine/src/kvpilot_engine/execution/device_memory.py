@@ -6,6 +6,7 @@ all of them are read; cgroup v1 says "no limit" with a number near 2**63.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -34,8 +35,10 @@ class HostMemory:
     cgroup_root: Path = Path("/sys/fs/cgroup")
 
     def total_bytes(self) -> int:
-        if self.override_bytes is not None:
-            return self.override_bytes
+        return self.physical_bytes() if self.override_bytes is None else self.override_bytes
+
+    def physical_bytes(self) -> int:
+        """The container's limit, whatever total the user set."""
         machine = self._meminfo("MemTotal")
         limits = [
             limit for folder, names in self._cgroups() if (limit := _read_number(folder / names.limit)) is not None
@@ -43,16 +46,22 @@ class HostMemory:
         return min([machine, *limits])
 
     def free_bytes(self) -> int:
-        total = self.total_bytes()
         if self.override_bytes is not None:
-            return max(0, total - self.process_bytes())
-        free = min(total, self._meminfo("MemAvailable"))
-        for folder, names in self._cgroups():
-            limit, usage = _read_number(folder / names.limit), _read_number(folder / names.usage)
-            if limit is not None and usage is not None and limit < self._meminfo("MemTotal"):
-                # the kernel takes inactive page cache back before it kills
-                free = min(free, limit - usage + _read_stat(folder / "memory.stat", names.inactive_file))
-        return max(0, free)
+            return max(0, self.override_bytes - self.process_bytes())
+        # the kernel takes inactive page cache back before it kills
+        return self._unused_bytes("inactive_file")
+
+    def obtainable_bytes(self) -> int:
+        """What could be allocated now if the kernel took back all page cache, whatever total the user set."""
+        return self._unused_bytes("inactive_file", "active_file")
+
+    def family_bytes(self) -> int:
+        """What this process and its parent hold. A parent that can't be seen holds nothing."""
+        try:
+            parent = _read_kib(self.proc_root / str(os.getppid()) / "status", "VmRSS")
+        except OSError:
+            parent = 0
+        return self.process_bytes() + parent
 
     def process_bytes(self) -> int:
         return _read_kib(self.proc_root / "self/status", "VmRSS")
@@ -68,6 +77,15 @@ class HostMemory:
         except OSError:
             return False
         return True
+
+    def _unused_bytes(self, *reclaimable: str) -> int:
+        free = self._meminfo("MemAvailable")
+        for folder, names in self._cgroups():
+            limit, usage = _read_number(folder / names.limit), _read_number(folder / names.usage)
+            if limit is not None and usage is not None and limit < self._meminfo("MemTotal"):
+                cache = sum(_read_stat(folder / "memory.stat", names.stat_prefix + kind) for kind in reclaimable)
+                free = min(free, limit - usage + cache)
+        return max(0, free)
 
     def _meminfo(self, name: str) -> int:
         return _read_kib(self.proc_root / "meminfo", name)
@@ -92,11 +110,12 @@ class HostMemory:
 class _CgroupFiles:
     limit: str
     usage: str
-    inactive_file: str
+    stat_prefix: str
+    """Of the counts in memory.stat that include what lies below."""
 
 
-_V2 = _CgroupFiles("memory.max", "memory.current", "inactive_file")
-_V1 = _CgroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2 = _CgroupFiles("memory.max", "memory.current", "")
+_V1 = _CgroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 
 
 def _upwards(root: Path, path: str) -> list[Path]:

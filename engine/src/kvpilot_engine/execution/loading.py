@@ -20,6 +20,7 @@ from kvpilot_engine.core.settings import CacheSettings, SchedulerSettings
 from kvpilot_engine.errors import DeviceOutOfMemoryError, OOMPhase, SettingsError
 from kvpilot_engine.execution.activation_peak import activation_bound_bytes, build_warmup_plan, measure_peak_growth
 from kvpilot_engine.execution.allocation_failure import is_allocation_failure, to_device_oom
+from kvpilot_engine.execution.contention import check_not_contended
 from kvpilot_engine.execution.cpu_threads import container_cpus
 from kvpilot_engine.execution.device_memory import DeviceMemory, HostMemory
 from kvpilot_engine.execution.fault_injection import FaultInjection
@@ -101,7 +102,8 @@ def load_engine(
 ) -> LoadedEngine:
     """Load a model for one process.
 
-    Raises SettingsError, ModelNotFoundError, DoesNotFitError, or DeviceOutOfMemoryError (phase load or warmup).
+    Raises SettingsError, ModelNotFoundError, DoesNotFitError, DeviceContendedError, or DeviceOutOfMemoryError (phase
+    load or warmup).
     """
     check_settings(settings)
     torch.set_num_threads(settings.num_threads or container_cpus())
@@ -116,6 +118,9 @@ def load_engine(
             config = source.config
             early = _build_budget(settings, cache, scheduler, config, memory, base_bytes, measured_peak=0)
             max_model_len = _resolve_length(settings, early, config)
+            # as for the budget: with no length asked for, one block must at least fit
+            needed = early.required_bytes(settings.max_model_len or cache.block_size)
+            check_not_contended(memory, needed - base_bytes)
             model = _load_weights(source, max_model_len, on_progress)
         phase = OOMPhase.WARMUP
         faults.pass_by(phase)

@@ -10,7 +10,15 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvpilot_engine.errors import DeviceOutOfMemoryError, DoesNotFitError, ExitCode, OOMPhase, StartupError
+from kvpilot_engine.errors import (
+    DeviceContendedError,
+    DeviceOutOfMemoryError,
+    DoesNotFitError,
+    ExitCode,
+    OOMCause,
+    OOMPhase,
+    StartupError,
+)
 
 _LOG = logging.getLogger(__name__)
 MAX_MESSAGE_CHARS = 1024
@@ -77,6 +85,17 @@ def describe_failure(
             limit_bytes=error.available_bytes,
             utilization=utilization,
             suggested=error.suggested,
+        )
+    if isinstance(error, DeviceContendedError):
+        return error.exit_code, build_termination(
+            error.reason,
+            str(error),
+            phase=OOMPhase.LOAD.value,
+            cause=OOMCause.NEIGHBOUR.value,
+            requested_bytes=error.required_bytes,
+            limit_bytes=error.total_bytes,
+            free_bytes=error.free_bytes,
+            utilization=utilization,
         )
     if isinstance(error, StartupError):
         return error.exit_code, build_termination(error.reason, str(error), utilization=utilization)

@@ -128,6 +128,7 @@ def uv_install(uv: Path, venv: Path, *what: str) -> tuple[str, ...]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--cluster", action="store_true", help="also build or find the local cluster's binaries")
+    parser.add_argument("--bench", action="store_true", help="also install the peers of the benchmarks")
     parser.add_argument(
         "--operator", action="store_true", help="also make the operator's own environment, without torch"
     )

@@ -1,6 +1,6 @@
-"""Doubles of the operator's ports, for tests and simulations: API server in memory, scripted engines, manual clock.
+"""The `KubeApi` port over a dictionary.
 
-`FakeKubeApi` is honest where the reconciler depends on it (apply owns its fields and drops those it no longer names,
+Honest where the operator depends on the server (apply owns its fields and drops those it no longer names,
 preconditions, resource versions, generations, who wrote replicas) and no more: it validates nothing, and what the real
 server does to objects beyond that is tested against the real server.
 """
@@ -8,70 +8,20 @@ server does to objects beyond that is tested against the real server.
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime, timedelta
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvpilot_operator.core.keys import NamespacedName
 from kvpilot_operator.core.naming import LABEL_DEPLOYMENT
-from kvpilot_operator.core.observation import (
-    DeploymentObservation,
-    EngineLoad,
-    EngineMemory,
-    EngineState,
-    EngineTuning,
-    ReplicaObservation,
-    Termination,
-    Unknown,
-)
-from kvpilot_operator.core.ports import EngineTarget, Manifest
-from kvpilot_operator.core.resources import (
-    DEPLOYMENTS,
-    EVENTS,
-    LEASES,
-    LLM_DEPLOYMENTS,
-    PODS,
-    ApiResource,
-    resource_of,
-)
+from kvpilot_operator.core.ports import Manifest
+from kvpilot_operator.core.resources import DEPLOYMENTS, EVENTS, LEASES, LLM_DEPLOYMENTS, PODS, ApiResource, resource_of
 from kvpilot_operator.errors import ConflictError
-
-START = datetime(2026, 1, 1, tzinfo=UTC)
 
 _Ref = tuple[str, str, str]
 
 
 class Crash(BaseException):
     """The process dies here: nothing may catch it."""
-
-
-class ManualClock:
-    """Stands still until it is told to go on."""
-
-    def __init__(self, now: datetime = START) -> None:
-        self._now = now
-
-    def now(self) -> datetime:
-        return self._now
-
-    def monotonic(self) -> float:
-        return (self._now - START).total_seconds()
-
-    def advance(self, seconds: float) -> None:
-        self._now += timedelta(seconds=seconds)
-
-
-class FakeEngineClient:
-    """Answers what it was told to, by pod UID; any other pod is unreachable."""
-
-    def __init__(self) -> None:
-        self.states: dict[str, EngineState | Unknown] = {}
-        self.targets: list[EngineTarget] = []
-
-    async def fetch_states(self, targets: Sequence[EngineTarget]) -> dict[str, EngineState | Unknown]:
-        self.targets.extend(targets)
-        return {target.uid: self.states.get(target.uid, Unknown("Unreachable")) for target in targets}
 
 
 class FakeKubeApi:
@@ -275,144 +225,6 @@ class FakeKubeApi:
         owner = value["metadata"].get("labels", {}).get(LABEL_DEPLOYMENT)
         if owner:
             self.watcher(NamespacedName(value["metadata"]["namespace"], owner))
-
-
-def make_object(name: str = "llama", namespace: str = "team-a", **spec: Any) -> Manifest:
-    """An LLMDeployment manifest for the CPU; keyword arguments go into (and over) its spec."""
-    defaults: dict[str, Any] = {
-        "model": {"source": "file:///models/tiny.gguf"},
-        "engine": {"image": "engine:1", "device": "cpu"},
-        "replicas": 1,
-    }
-    return {
-        "apiVersion": LLM_DEPLOYMENTS.api_version,
-        "kind": LLM_DEPLOYMENTS.kind,
-        "metadata": {"name": name, "namespace": namespace},
-        "spec": {**defaults, **spec},
-    }
-
-
-def make_pod(
-    name: str,
-    *,
-    deployment: str = "llama",
-    namespace: str = "team-a",
-    uid: str | None = None,
-    ready: bool = True,
-    labels: Mapping[str, str] | None = None,
-    status: Mapping[str, Any] | None = None,
-    created_at: str = "2026-01-01T00:00:00Z",
-) -> Manifest:
-    """An engine pod as the kubelet would report it: scheduled and running, ready if said so."""
-    running = {"name": "engine", "restartCount": 0, "ready": ready, "state": {"running": {"startedAt": created_at}}}
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {
-            "name": name,
-            "namespace": namespace,
-            "uid": uid or f"pod-{name}",
-            "creationTimestamp": created_at,
-            "labels": {"kvpilot.dev/deployment": deployment, **(labels or {})},
-            "ownerReferences": [
-                {"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": deployment, "uid": "rs", "controller": True}
-            ],
-        },
-        "spec": {"nodeName": "node1", "containers": [{"name": "engine"}]},
-        "status": {
-            "phase": "Running",
-            "podIP": "10.0.0.1",
-            "conditions": [{"type": "Ready", "status": "True" if ready else "False"}],
-            "containerStatuses": [running],
-            **(status or {}),
-        },
-    }
-
-
-def make_load(**changes: Any) -> EngineLoad:
-    """An idle engine, changed by keyword."""
-    values: dict[str, Any] = {
-        "kv_usage_ratio": 0.0,
-        "running": 0,
-        "waiting": 0,
-        "waiting_capacity": 0,
-        "preemptions_total": 0,
-        "blocks_total": 100,
-        "age_s": 0.0,
-    }
-    return EngineLoad(**{**values, **changes})
-
-
-def make_engine_memory(**changes: Any) -> EngineMemory:
-    """An engine at 0.9 of a 10 GiB device, changed by keyword."""
-    gib = 1024**3
-    values: dict[str, Any] = {
-        "device": "cpu",
-        "device_total_bytes": 10 * gib,
-        "device_free_bytes": gib,
-        "utilization": 0.9,
-        "limit_bytes": 9 * gib,
-        "weights_bytes": 2 * gib,
-        "activations_peak_bytes": gib,
-        "kv_reserved_bytes": 5 * gib,
-        "kv_tokens": 100_000,
-        "max_model_len": 8192,
-        "min_utilization": 0.4,
-        "max_concurrency_at_max_len": 12.0,
-    }
-    return EngineMemory(**{**values, **changes})
-
-
-def make_engine_state(**changes: Any) -> EngineState:
-    """A ready, idle engine that has applied tuning revision 1, changed by keyword."""
-    values: dict[str, Any] = {
-        "state": "ready",
-        "state_reason": "",
-        "load": make_load(),
-        "memory": make_engine_memory(),
-        "tuning": EngineTuning(revision=1, state="applied", utilization=0.9, reason=""),
-    }
-    return EngineState(**{**values, **changes})
-
-
-def make_replica(
-    name: str = "pod-0", *, load: EngineLoad | Unknown | None = None, **changes: Any
-) -> ReplicaObservation:
-    """A ready, idle replica seen at START, changed by keyword; `load` replaces that of its engine."""
-    values: dict[str, Any] = {
-        "name": name,
-        "uid": f"uid-{name}",
-        "ready": True,
-        "terminating": False,
-        "phase": "Running",
-        "scheduled": True,
-        "template_hash": "t1",
-        "created_at": START,
-        "started_at": START,
-        "engine": make_engine_state() if load is None else make_engine_state(load=load),
-    }
-    return ReplicaObservation(**{**values, **changes})
-
-
-def make_observation(*replicas: ReplicaObservation, **changes: Any) -> DeploymentObservation:
-    """A settled Deployment that wants exactly these replicas, changed by keyword."""
-    values: dict[str, Any] = {"generation": 1, "replicas_wanted": len(replicas), "replicas": replicas}
-    return DeploymentObservation(**{**values, **changes})
-
-
-def make_termination(
-    exit_code: int, *, reason: str = "Error", report: Mapping[str, Any] | None = None, **changes: Any
-) -> Termination:
-    """The end of a container's first run, at START; `report` is the engine's JSON line."""
-    message = "" if report is None else json.dumps(report)
-    values: dict[str, Any] = {
-        "exit_code": exit_code,
-        "reason": reason,
-        "message": message,
-        "finished_at": START,
-        "run": 0,
-    }
-    return Termination(**{**values, **changes})
 
 
 def _ref(resource: ApiResource, namespace: str, name: str) -> _Ref:

@@ -51,7 +51,7 @@ def full_status() -> LLMDeploymentStatus:
     assert status.tuning is not None
     return replace(
         status,
-        scaling=replace(status.scaling, above_since=now, below_since=now),
+        scaling=replace(status.scaling, growing_from=1, above_since=now, below_since=now),
         tuning=replace(
             status.tuning,
             pods={"uid-a": 0.9},

@@ -260,7 +260,8 @@ class Reconciler:
         scaling, memory = decisions.scaling, decisions.memory
         if not outcome.is_scaling_kept:
             # Nothing was done, so nothing is to be remembered: the next pass decides the same again.
-            scaling = replace(scaling, record=None, memory=previous.scaling)
+            in_force = scaling.replicas if observation.replicas_wanted is None else observation.replicas_wanted
+            scaling = replace(scaling, replicas=in_force, record=None, memory=previous.scaling)
         if not outcome.is_memory_kept:
             memory = replace(memory, records=(), memory=facts.tuning or memory.memory)
         new = compute_status(observation, scaling, memory, problems, rendering, previous, facts.now)

@@ -22,6 +22,7 @@ from kvpilot_operator.core.observation import DeploymentObservation, Unknown
 from kvpilot_operator.core.policy import POLICY
 from kvpilot_operator.core.reasons import Phase, Reason
 from kvpilot_operator.core.scaling import decide_scaling
+from kvpilot_operator.core.scaling_memory import ScalingMemory
 from kvpilot_operator.core.status import Rendering, compute_invalid_status, compute_status, should_write
 from kvpilot_operator.testing import START, make_load, make_observation, make_replica, make_termination
 
@@ -62,6 +63,8 @@ def condition(status: LLMDeploymentStatus, type_: ConditionType) -> tuple[str, s
 
 LOADING = make_replica("new", ready=False, engine=Unknown("NotScraped"), created_at=NOW, started_at=NOW)
 LOW = make_observation(make_replica("a"), make_replica("b"))
+GROWING = replace(NEVER, scaling=ScalingMemory(mode="Auto", desired=2, last_scale_up=NOW, growing_from=1))
+"""The load has just asked for a second replica."""
 
 
 class TestReady:
@@ -108,6 +111,52 @@ class TestReady:
         assert ready is not None
         assert (ready.reason, ready.message) == (Reason.SCALING_UP, "1 of 2 replicas are ready")
         assert status.phase is Phase.SCALING
+
+    def test_stays_while_the_load_adds_replicas_to_those_that_serve(self) -> None:  # C22
+        status = compute(make_observation(make_replica("a"), LOADING), GROWING)
+        assert condition(status, ConditionType.READY) == ("True", Reason.SCALING_UP)
+        assert condition(status, ConditionType.PROGRESSING) == ("True", Reason.SCALING_UP)
+        assert status.phase is Phase.SCALING
+        waiting = make_observation(make_replica("a"), replicas_wanted=2)
+        lagging = replace(waiting, deployment_observed_generation_is_current=False)
+        assert condition(compute(waiting, GROWING), ConditionType.READY)[0] == "True"
+        assert condition(compute(lagging, GROWING), ConditionType.READY)[0] == "True"
+
+    def test_is_lost_while_growing_when_one_that_served_does_not(self) -> None:  # C22
+        restarted = replace(LOADING, name="a", uid="uid-a")
+        assert condition(compute(make_observation(restarted, LOADING), GROWING), ConditionType.READY)[0] == "False"
+
+    def test_is_lost_when_an_added_replica_crashes(self) -> None:  # C22
+        ended = make_termination(1, finished_at=NOW)
+        crashing = make_replica("b", ready=False, restart_count=1, last_termination=ended)
+        status = compute(make_observation(make_replica("a"), crashing), GROWING)
+        assert condition(status, ConditionType.READY) == ("False", Reason.CRASH_LOOP)
+
+    def test_stays_when_an_added_replica_finds_no_node(self) -> None:
+        stuck = make_replica("b", ready=False, scheduled=False, unschedulable_message="Insufficient gpu")
+        status = compute(make_observation(make_replica("a"), stuck), GROWING)
+        assert condition(status, ConditionType.READY) == ("True", Reason.SCALING_UP)
+        assert condition(status, ConditionType.PROGRESSING) == ("False", Reason.UNSCHEDULABLE)
+        assert condition(status, ConditionType.DEGRADED) == ("True", Reason.UNSCHEDULABLE)
+
+    def test_growing_hides_no_rollout(self) -> None:  # C22
+        old = make_replica("old", template_hash="t0")
+        status = compute(make_observation(make_replica("a"), old, LOADING), GROWING)
+        assert condition(status, ConditionType.READY) == ("False", Reason.ROLLOUT_IN_PROGRESS)
+
+    def test_growth_ends_when_all_that_were_asked_for_are_ready(self) -> None:  # C22
+        grown = compute(LOW, GROWING)
+        assert condition(grown, ConditionType.READY) == ("True", Reason.ALL_REPLICAS_READY)
+        hung = make_observation(make_replica("a"), replace(LOADING, name="b", uid="uid-b"))
+        assert condition(compute(hung, grown), ConditionType.READY)[0] == "False"
+
+    def test_more_replicas_that_the_user_asked_for_are_missed_at_once(self) -> None:  # C22
+        one, bounds = make_observation(make_replica("a")), ScalingPolicy(min_replicas=2)
+        first = compute(one, compute(one), scaling=bounds)
+        assert first.desired_replicas == 2
+        assert condition(first, ConditionType.READY) == ("False", Reason.SCALING_UP)
+        then = compute(make_observation(make_replica("a"), LOADING), first, scaling=bounds)
+        assert condition(then, ConditionType.READY) == ("False", Reason.SCALING_UP)
 
     def test_nothing_exists_yet(self) -> None:
         status = compute(make_observation(replicas_wanted=None))

@@ -407,6 +407,41 @@ async def test_load_adds_replicas_and_says_why(world: World) -> None:
     assert [event["reason"] for event in world.api.all_of(EVENTS)].count(decision["reason"]) == 1
 
 
+async def test_ready_is_never_lost_while_load_adds_a_replica(world: World) -> None:  # C22
+    world.add_object()
+    await world.run()
+    world.add_pods(1, load=make_load(kv_usage_ratio=0.98, waiting=9))
+    seen: list[tuple[str, str]] = []
+
+    async def look(passes: int) -> None:
+        for _ in range(passes):
+            await world.run(1)
+            seen.append((world.condition("Ready")["status"], world.condition("Progressing")["status"]))
+
+    await look(2)
+    # Either write fails once, what scaling remembers and the replicas: what was not asked for is not missing.
+    for verb, resource in (("patch", "llmdeployments/status"), ("patch", "deployments/scale")):
+        world.api.next_errors[verb, resource] = TransientError("away")
+        with pytest.raises(TransientError):
+            await look(1)
+        assert world.condition("Ready")["status"] == "True"
+    await look(1)
+    assert world.deployment["spec"]["replicas"] == 2
+    labels = {REVISION_TEMPLATE: world.status["template"]}
+    world.api.put(make_pod("llama-1", labels=labels, ready=False))
+    await look(3)
+    assert world.status["scaling"]["growingFrom"] == 1
+    assert {ready for ready, _ in seen} == {"True"}
+    assert seen[-1] == ("True", "True")
+    world.api.put(make_pod("llama-1", labels=labels))
+    for uid in ("pod-llama-0", "pod-llama-1"):
+        world.engines.states[uid] = make_engine_state(load=make_load(kv_usage_ratio=0.6))
+    await look(1)
+    assert seen[-1] == ("True", "False")
+    assert "growingFrom" not in world.status["scaling"]
+    assert world.condition("Ready")["reason"] == "AllReplicasReady"
+
+
 async def test_an_unknown_replica_never_lowers_the_count(world: World) -> None:  # D1
     world.add_object(replicas=3, scaling={"scaleDownStabilizationSeconds": 0})
     await world.run()

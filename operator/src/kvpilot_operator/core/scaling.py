@@ -77,8 +77,10 @@ def decide_scaling(
         base = current
         verdict = _Judge(scaling, observation, picture, memory, now, startup_timeout_s, policy, current).judge()
     inputs = _inputs(base, observation, picture)
+    is_growing = memory.growing_from is not None and observation.num_ready < base
     next_memory = replace(
         memory,
+        growing_from=memory.growing_from if is_growing else None,
         samples=samples,
         above_since=(memory.above_since or now) if verdict.above else None,
         below_since=_below_since(verdict, memory, now),
@@ -102,9 +104,13 @@ def decide_scaling(
 def _in_auto(decision: ScalingDecision, base: int, now: datetime) -> ScalingDecision:
     memory = replace(decision.memory, mode=ScalingMode.AUTO, desired=decision.desired)
     if decision.desired > base:
+        # New bounds are the user's word: less than they ask for is not all that was asked for.
+        asked_by_load = decision.reason is not Reason.OUTSIDE_BOUNDS
+        grown_from = base if memory.growing_from is None else memory.growing_from
+        memory = replace(memory, growing_from=grown_from if asked_by_load else None)
         memory = replace(memory, last_scale_up=now, above_since=None, below_since=None)
     elif decision.desired < base:
-        memory = replace(memory, last_scale_down=now, above_since=None, below_since=None)
+        memory = replace(memory, last_scale_down=now, growing_from=None, above_since=None, below_since=None)
     return replace(decision, memory=memory)
 
 
@@ -112,6 +118,7 @@ def _hands_off(
     decision: ScalingDecision, observation: DeploymentObservation, spec_replicas: int, *, is_auto: bool
 ) -> ScalingDecision:
     """Somebody else sets the replicas: follow the object (External) or nobody (an HPA on our Deployment)."""
+    decision = replace(decision, memory=replace(decision.memory, growing_from=None))
     current = observation.replicas_wanted
     advice = f"the load asks for {decision.desired} ({decision.message})"
     if observation.foreign_scaler:

@@ -27,6 +27,8 @@ class ScalingMemory:
     """What was last asked for; the start value when the Deployment has to be made anew."""
     last_scale_up: datetime | None = None
     last_scale_down: datetime | None = None
+    growing_from: int | None = None
+    """Replicas before the growth that is under way; None once all that were asked for are ready."""
     above_since: datetime | None = None
     """Since when load has been above target in every pass."""
     below_since: datetime | None = None
@@ -50,6 +52,8 @@ class ScalingMemory:
             raw["mode"] = self.mode
         if self.desired is not None:
             raw["desired"] = self.desired
+        if self.growing_from is not None:
+            raw["growingFrom"] = self.growing_from
         for key, moment in (
             ("lastScaleUp", self.last_scale_up),
             ("lastScaleDown", self.last_scale_down),
@@ -69,12 +73,13 @@ class ScalingMemory:
 
 def parse_scaling_memory(raw: Mapping[str, object]) -> ScalingMemory:
     """Whatever can't be read is as if never remembered."""
-    desired, mode = raw.get("desired"), raw.get("mode", "")
+    desired, growing_from, mode = raw.get("desired"), raw.get("growingFrom"), raw.get("mode", "")
     samples = raw.get("preemptionSamples")
     parsed = (_parse_sample(item) for item in samples) if isinstance(samples, list) else ()
     return ScalingMemory(
         mode=mode if isinstance(mode, str) else "",
         desired=desired if isinstance(desired, int) else None,
+        growing_from=growing_from if isinstance(growing_from, int) else None,
         last_scale_up=parse_time(raw.get("lastScaleUp")),
         last_scale_down=parse_time(raw.get("lastScaleDown")),
         above_since=parse_time(raw.get("aboveSince")),

@@ -26,7 +26,8 @@ _STATUS: Mapping[str, tuple[str, ...]] = {
     "status.conditions": ("type", "status", "observedGeneration", "lastTransitionTime", "reason", "message"),
     "status.load": ("kvUsage", "kvUsageMax", "running", "waiting", "preemptionsPerMinute", "unknownReplicas", "at"),
     "status.scaling": (
-        *("mode", "desired", "lastScaleUp", "lastScaleDown", "aboveSince", "belowSince", "preemptionSamples"),
+        *("mode", "desired", "lastScaleUp", "lastScaleDown", "growingFrom", "aboveSince", "belowSince"),
+        "preemptionSamples",
     ),
     "status.scaling.preemptionSamples": ("pod", "total", "at", "perMinute"),
     "status.memory": (

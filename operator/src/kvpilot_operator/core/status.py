@@ -1,8 +1,8 @@
 """The status of an LLMDeployment from what was seen and decided in one pass.
 
-Writes nothing and decides nothing about the cluster. Invariants: Ready speaks of the current generation only and is
-never true in a loop of memory kills; a condition's time moves with its status only; an unchanged world gives an equal
-status.
+Writes nothing and decides nothing about the cluster. Invariants: Ready speaks of the current generation only, is never
+true in a loop of memory kills, and is not lost by adding replicas to those that serve; a condition's time moves with
+its status only; an unchanged world gives an equal status.
 """
 
 from __future__ import annotations
@@ -145,7 +145,12 @@ class _Readiness:
         updated = [r for r in live if not rendering.template or r.template_hash == rendering.template]
         num_updated_ready = sum(1 for r in updated if r.ready)
         is_rolling = len(updated) < len(live) or not observation.deployment_observed_generation_is_current
-        blocker = next((p for p in problems if p.stops_ready), None)
+        # What we add to replicas that serve takes nothing from anybody: growth is told by Progressing. It ends as one:
+        # a new replica that crashes, or can't start in time, is a failure like any other.
+        served = scaling.memory.growing_from
+        is_growing = served is not None and len(updated) == len(live) and served <= num_updated_ready < wanted
+        harmless = {Reason.UNSCHEDULABLE} if is_growing else set()
+        blocker = next((p for p in problems if p.stops_ready and p.reason not in harmless), None)
         is_complete = wanted > 0 and num_updated_ready >= wanted and not is_rolling
         count = f"{num_updated_ready} of {wanted} replicas are ready"
 
@@ -155,6 +160,13 @@ class _Readiness:
             moving = _Verdict(ConditionStatus.TRUE, Reason.SCALING_DOWN, f"{len(live)} pods, {wanted} wanted")
             progressing = _Verdict(ConditionStatus.FALSE, Reason.SETTLED, count) if is_settled else moving
             phase = Phase.READY
+        elif is_growing and blocker is None:
+            ready = _Verdict(ConditionStatus.TRUE, Reason.SCALING_UP, f"{count}; the load asked for more than {served}")
+            reason = _why_incomplete(observation, problems, is_rolling=False, wanted=wanted)
+            told = count if not problems else f"{count}; {problems[0].message}"
+            is_stuck = any(p.reason in harmless for p in problems)
+            progressing = _Verdict(ConditionStatus.FALSE if is_stuck else ConditionStatus.TRUE, reason, told)
+            phase = _phase_of_progress(reason, num_pods=len(live))
         elif wanted == 0:
             ready = _Verdict(ConditionStatus.FALSE, Reason.NO_REPLICAS, "no replicas are asked for")
             progressing, phase = _Verdict(ConditionStatus.FALSE, Reason.NO_REPLICAS, ready.message), Phase.PENDING

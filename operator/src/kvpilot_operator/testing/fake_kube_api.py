@@ -37,6 +37,8 @@ class FakeKubeApi:
         """Raise `Crash` instead of the write of this index, counted from 0 over all writes."""
         self.errors: dict[tuple[str, str], Exception] = {}
         """Raise this for (verb, resource), every time until it is removed."""
+        self.next_errors: dict[tuple[str, str], Exception] = {}
+        """Raise this for (verb, resource) once."""
         self.watcher: Callable[[NamespacedName], None] = lambda _owner: None
         """Told the object whose child changed, as a watch on our label would."""
         self.openapi: dict[str, Manifest] = {}
@@ -179,7 +181,7 @@ class FakeKubeApi:
         return self.objects[ref]
 
     def _maybe_fail(self, verb: str, resource: str) -> None:
-        error = self.errors.get((verb, resource))
+        error = self.next_errors.pop((verb, resource), None) or self.errors.get((verb, resource))
         if error is not None:
             raise error
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from kvpilot_engine.core.ids import RequestId
 from kvpilot_engine.core.scheduler_output import FinishReason
 from kvpilot_engine.errors import (
     DeadlineExceededError,
@@ -26,8 +27,10 @@ from kvpilot_engine.errors import (
     RequestAbortedError,
     UnavailableError,
 )
-from kvpilot_engine.service.async_engine import RETRY_AFTER_S, AsyncEngine, EngineState
+from kvpilot_engine.service.async_engine import AsyncEngine, EngineState
 from kvpilot_engine.service.generation_stream import GenerationStream
+from kvpilot_engine.service.messages import AbortRequest
+from kvpilot_engine.service.open_requests import RETRY_AFTER_S
 from kvpilot_engine.service.testing import FakeModelLoader
 
 EngineKit = Any
@@ -67,19 +70,19 @@ async def test_choices_of_one_call_come_in_one_stream(kit: EngineKit) -> None:
 
 async def test_leaving_the_stream_frees_the_blocks_and_aborts_once(kit: EngineKit) -> None:  # B21
     engine = await kit.start(FakeModelLoader(step_s=0.01))
-    aborts: list[object] = []
-    original = engine._abort
+    sent: list[object] = []
+    original = engine._link.send
 
-    def count(request_id: Any, reason: Any) -> None:
-        aborts.append(request_id)
-        original(request_id, reason)
+    def listen(command: object) -> None:
+        sent.append(command)
+        original(command)
 
-    engine._abort = count
+    engine._link.send = listen
     async with engine.generate([kit.request("a", max_tokens=100, ignore_eos=True)]) as stream:
         await anext(stream)
     stream.close()
     await kit.until(lambda: gauges(engine) == (0, 0, 0))
-    assert aborts == ["a"]
+    assert [command for command in sent if isinstance(command, AbortRequest)] == [AbortRequest(RequestId("a"))]
 
 
 async def test_normal_end_never_aborts(kit: EngineKit) -> None:  # B21

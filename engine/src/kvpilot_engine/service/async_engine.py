@@ -1,7 +1,6 @@
-"""The engine as the HTTP parent sees it: starts and watches the child, hands requests over, fans outputs back in.
+"""The engine as the HTTP parent sees it: starts the child, watches it, and knows how it is and how it ended.
 
-Invariant: every request that `generate` took ends in exactly one of: a finish reason, one abort command, or an error
-delivered to its stream (refused by the child, fault, child gone). Lives on the event loop; never imports torch.
+What becomes of single requests is OpenRequests' part. Lives on the event loop; never imports torch.
 """
 
 from __future__ import annotations
@@ -11,43 +10,34 @@ import logging
 import os
 import signal
 import time
-from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
 
-from kvpilot_engine.core.ids import RequestId
 from kvpilot_engine.core.request import GenerationRequest
-from kvpilot_engine.core.scheduler_output import FinishReason
 from kvpilot_engine.errors import (
     DeadlineExceededError,
-    EngineError,
     ExitCode,
-    InvalidRequestError,
-    NeverFitsError,
     OOMCause,
     OOMPhase,
-    OverloadedError,
     RequestAbortedError,
     UnavailableError,
 )
 from kvpilot_engine.service.child_link import ChildLink
-from kvpilot_engine.service.engine_process import KEPT_OOM_EVENTS, ChildStart
+from kvpilot_engine.service.engine_process import ChildStart
 from kvpilot_engine.service.generation_stream import GenerationStream
 from kvpilot_engine.service.kernel_oom import count_kernel_oom_kills
 from kvpilot_engine.service.messages import (
-    AbortRequest,
-    AddRequest,
     EngineSnapshot,
     Failed,
     OOMEvent,
     Ready,
-    RefusalKind,
     RequestRefused,
     Shutdown,
     StepOutputs,
 )
+from kvpilot_engine.service.oom_log import OOMLog
+from kvpilot_engine.service.open_requests import OpenRequests
 from kvpilot_engine.service.ports import ModelLoader
 from kvpilot_engine.service.settings import ServiceSettings
 from kvpilot_engine.service.start_ledger import HoldStart, StartFailure, StartLedger, decide_start
@@ -57,7 +47,6 @@ from kvpilot_engine.service.tuning_watch import TuningFile
 _LOG = logging.getLogger(__name__)
 HOLD_POLL_S = 0.5
 SHUTDOWN_GRACE_S = 5.0
-RETRY_AFTER_S = 2
 
 
 class EngineState(StrEnum):
@@ -94,8 +83,9 @@ class AsyncEngine:
         self._on_step: list[Callable[[StepOutputs], None]] = []
         self._ledger = StartLedger(settings.state_dir)
         self._link: ChildLink | None = None
-        self._streams: dict[RequestId, GenerationStream] = {}
-        self._unstarted: set[RequestId] = set()
+        self._requests = OpenRequests(
+            max_queue_len=settings.max_queue_len, max_num_seqs=settings.max_num_seqs, send=self._send
+        )
         self._state = EngineState.LOADING
         self._state_reason = ""
         self._snapshot: EngineSnapshot | None = None
@@ -109,9 +99,7 @@ class AsyncEngine:
         self._hold_task: asyncio.Task[None] | None = None
         self._is_stopping = False
         self._watch_task: asyncio.Task[None] | None = None
-        self._oom_events: deque[OOMEvent] = deque(maxlen=KEPT_OOM_EVENTS)
-        self._oom_counts: Counter[tuple[OOMPhase, OOMCause]] = Counter()
-        self._oom_seq = 0
+        self._ooms = OOMLog()
 
     # What it tells
 
@@ -143,15 +131,15 @@ class AsyncEngine:
     @property
     def oom_events(self) -> tuple[OOMEvent, ...]:
         """The newest, oldest first."""
-        return tuple(self._oom_events)
+        return self._ooms.events
 
     @property
     def oom_seq(self) -> int:
-        return self._oom_seq
+        return self._ooms.seq
 
     @property
     def oom_counts(self) -> Mapping[tuple[OOMPhase, OOMCause], int]:
-        return self._oom_counts
+        return self._ooms.counts
 
     @property
     def max_model_len(self) -> int:
@@ -164,7 +152,7 @@ class AsyncEngine:
 
     @property
     def num_open_requests(self) -> int:
-        return len(self._streams)
+        return len(self._requests)
 
     @property
     def child_pid(self) -> int | None:
@@ -208,9 +196,7 @@ class AsyncEngine:
 
     def abort_all(self) -> None:
         """End every open request as aborted: the drain's deadline is over."""
-        for request_id, stream in tuple(self._streams.items()):
-            self._abort(request_id, FinishReason.ABORT)
-            stream.put(RequestAbortedError("the server is shutting down"))
+        self._requests.abort_all(RequestAbortedError("the server is shutting down"))
 
     async def stop(self) -> None:
         """End the child; open streams end as aborted."""
@@ -218,7 +204,7 @@ class AsyncEngine:
         for task in (self._hold_task, self._watch_task):
             if task is not None:
                 task.cancel()
-        self._fail_streams(RequestAbortedError("the server is shutting down"))
+        self._requests.fail_all(RequestAbortedError("the server is shutting down"))
         if self._link is not None:
             self._link.send(Shutdown())
             await self._link.close(grace_s=SHUTDOWN_GRACE_S if self._max_model_len else 0.0)
@@ -264,9 +250,9 @@ class AsyncEngine:
         """A child that fell silent keeps no client waiting: its streams end with an error, once."""
         while not self._is_stopping:
             await asyncio.sleep(min(1.0, self._settings.step_timeout_s / 4))
-            if not self.is_alive and self._streams:
+            if not self.is_alive and self._requests:
                 _LOG.error("the engine has been silent for %.0f s; open requests end", self.snapshot_age_s or 0.0)
-                self._fail_streams(DeadlineExceededError("the engine has stopped answering"))
+                self._requests.fail_all(DeadlineExceededError("the engine has stopped answering"))
 
     # Requests
 
@@ -282,69 +268,28 @@ class AsyncEngine:
     def generate(self, requests: Collection[GenerationRequest]) -> GenerationStream:
         """Take all of the requests or none. Raises UnavailableError, OverloadedError or InvalidRequestError at once."""
         self.require_available()
-        assert self._link is not None
-        if len(requests) > self._settings.max_queue_len + self._settings.max_num_seqs:
-            raise InvalidRequestError(
-                f"{len(requests)} choices in one call; at most "
-                f"{self._settings.max_queue_len + self._settings.max_num_seqs} can ever be queued and run",
-                param="n",
-            )
-        num_started = len(self._streams) - len(self._unstarted)
-        limit = self._settings.max_queue_len + max(0, self._settings.max_num_seqs - num_started)
-        if len(self._unstarted) + len(requests) > limit:
-            raise OverloadedError(
-                f"{len(self._unstarted)} requests are waiting and {len(requests)} more would pass the limit of "
-                f"{self._settings.max_queue_len} in the queue",
-                retry_after_s=RETRY_AFTER_S,
-            )
-        stream = GenerationStream([request.request_id for request in requests], abort=self._abort)
-        for request in requests:
-            self._streams[request.request_id] = stream
-            self._unstarted.add(request.request_id)
-            self._link.send(AddRequest(request))
-        return stream
+        return self._requests.open(requests)
 
-    def _abort(self, request_id: RequestId, reason: FinishReason) -> None:
-        if self._forget(request_id) is not None and self._link is not None:
-            self._link.send(AbortRequest(request_id, reason))
-
-    def _forget(self, request_id: RequestId) -> GenerationStream | None:
-        self._unstarted.discard(request_id)
-        return self._streams.pop(request_id, None)
-
-    def _fail_streams(self, error: EngineError) -> None:
-        for request_id in tuple(self._streams):
-            stream = self._forget(request_id)
-            if stream is not None:
-                stream.put(error)
+    def _send(self, command: object) -> None:
+        if self._link is not None:
+            self._link.send(command)
 
     # News from the child
 
     def _on_message(self, message: object) -> None:
         if isinstance(message, StepOutputs):
-            self._on_outputs(message)
+            for observe in self._on_step:
+                observe(message)
+            self._requests.deliver(message.outputs)
         elif isinstance(message, EngineSnapshot):
             self._snapshot = message
-            for event in message.oom_events:
-                self._note_oom(event)
+            self._ooms.note(message.oom_events)
         elif isinstance(message, RequestRefused):
-            stream = self._forget(message.request_id)
-            if stream is not None:
-                stream.put(_refusal_error(message))
+            self._requests.deliver_refusal(message)
         elif isinstance(message, Ready):
             self._on_ready(message)
         elif isinstance(message, Failed):
             self._fail(message.exit_code, message.termination)
-
-    def _on_outputs(self, message: StepOutputs) -> None:
-        for observe in self._on_step:
-            observe(message)
-        for output in message.outputs:
-            self._unstarted.discard(output.request_id)
-            ended = output.finish_reason is not None
-            stream = self._forget(output.request_id) if ended else self._streams.get(output.request_id)
-            if stream is not None:
-                stream.put(output)
 
     def _on_ready(self, message: Ready) -> None:
         self._snapshot = message.snapshot
@@ -354,13 +299,6 @@ class AsyncEngine:
         if self._state is EngineState.LOADING:
             self._state = EngineState.READY
         _LOG.info("ready after %.1f s: %d blocks", self.uptime_s, message.snapshot.stats.num_blocks_total)
-
-    def _note_oom(self, event: OOMEvent) -> None:
-        """Count an event once: snapshots repeat the newest ones."""
-        if event.seq > self._oom_seq:
-            self._oom_seq = event.seq
-            self._oom_events.append(event)
-            self._oom_counts[event.phase, event.cause] += 1
 
     def _on_exit(self, code: int) -> None:
         if self._is_stopping or self._state is EngineState.FAILED:
@@ -388,55 +326,18 @@ class AsyncEngine:
         _LOG.error("%s", message)
         phase = OOMPhase.LOAD if is_loading else OOMPhase.DECODE
         termination = build_termination(
-            "HostOOMKilled",
-            message,
-            phase=phase.value,
-            cause=OOMCause.HOST.value,
-            utilization=utilization,
-            oom_seq=self._oom_seq + 1,
+            "HostOOMKilled", message, phase=phase.value, cause=OOMCause.HOST.value, utilization=utilization
         )
-        self._note_oom(_oom_event_of(termination, seq=self._oom_seq + 1))
-        self._fail(int(code), termination)
+        self._fail(int(code), self._ooms.note_end(termination))
 
     def _fail(self, exit_code: int, termination: dict[str, object]) -> None:
         if self._is_stopping or self._state is EngineState.FAILED:
             return
         self._state, self._state_reason = EngineState.FAILED, str(termination.get("reason", ""))
         if exit_code == ExitCode.DEVICE_OOM_AT_LOAD and termination.get("oom_seq") is None:
-            self._note_oom(_oom_event_of(termination, seq=self._oom_seq + 1))
-            termination = {**termination, "oom_seq": self._oom_seq}
+            termination = self._ooms.note_end(termination)
         self._ledger.record(exit_code, termination, revision=self._revision)
         write_termination(self._settings.termination_log, termination)
-        self._fail_streams(RequestAbortedError(f"the engine failed: {self._state_reason}"))
+        self._requests.fail_all(RequestAbortedError(f"the engine failed: {self._state_reason}"))
         if self._failure is not None and not self._failure.done():
             self._failure.set_result(EngineFailure(exit_code, termination))
-
-
-def _oom_event_of(termination: Mapping[str, object], *, seq: int) -> OOMEvent:
-    """An OOM while loading is known from the child's last words alone."""
-
-    def size_of(key: str) -> int | None:
-        value = termination.get(key)
-        return value if isinstance(value, int) else None
-
-    utilization = termination.get("utilization")
-    return OOMEvent(
-        seq=seq,
-        phase=OOMPhase(str(termination["phase"])),
-        cause=OOMCause(str(termination["cause"])),
-        utilization=utilization if isinstance(utilization, float) else 0.0,
-        message=str(termination.get("message", "")),
-        survived=False,
-        requested_bytes=size_of("requested_bytes"),
-        limit_bytes=size_of("limit_bytes"),
-        free_bytes=size_of("free_bytes"),
-    )
-
-
-def _refusal_error(refused: RequestRefused) -> EngineError:
-    build: dict[RefusalKind, Callable[[str], EngineError]] = {
-        RefusalKind.NEVER_FITS: partial(NeverFitsError, param=refused.param),
-        RefusalKind.INVALID: partial(InvalidRequestError, param=refused.param),
-        RefusalKind.OVERLOADED: partial(OverloadedError, retry_after_s=RETRY_AFTER_S),
-    }
-    return build[refused.kind](refused.message)

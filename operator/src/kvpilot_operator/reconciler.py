@@ -41,6 +41,7 @@ from kvpilot_operator.errors import InvalidSpecError, OperatorError, RefusedErro
 from kvpilot_operator.event_poster import EventPoster
 from kvpilot_operator.executor import Executor
 from kvpilot_operator.observer import Observer
+from kvpilot_operator.scaling_recall import ScalingRecall
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +110,7 @@ class Reconciler:
         self._recorder = recorder
         self._uids: dict[NamespacedName, str] = {}
         self._children = ChildCache(clock)
+        self._recall = ScalingRecall(clock)
 
     def note_child_change(self, key: NamespacedName) -> None:
         """A watch told of a child of this object: what was listed before is no longer known to hold."""
@@ -201,7 +203,7 @@ class Reconciler:
 
     def _decide_scaling(self, facts: _Facts) -> ScalingDecision:
         spec, observation = facts.spec, facts.observation
-        memory = parse_scaling_memory(facts.status.get("scaling") or {})
+        memory = self._recall.complete(facts.owner.uid, parse_scaling_memory(facts.status.get("scaling") or {}))
         current = observation.replicas_wanted
         is_ours = spec.scaling.mode is ScalingMode.AUTO and memory.mode == ScalingMode.AUTO
         if is_ours and not observation.foreign_scaler and current is not None and memory.desired is not None:
@@ -258,7 +260,9 @@ class Reconciler:
         )
         problems = _collect_problems(facts, decisions, outcome.error)
         scaling, memory = decisions.scaling, decisions.memory
-        if not outcome.is_scaling_kept:
+        if outcome.is_scaling_kept:
+            self._recall.note(facts.owner.uid, scaling.memory)
+        else:
             # Nothing was done, so nothing is to be remembered: the next pass decides the same again.
             in_force = scaling.replicas if observation.replicas_wanted is None else observation.replicas_wanted
             scaling = replace(scaling, replicas=in_force, record=None, memory=previous.scaling)
@@ -326,6 +330,7 @@ class Reconciler:
         uid = self._uids.pop(key, None)
         if uid is not None:
             self._executor.forget(uid)
+            self._recall.forget(uid)
 
 
 def _claim_replicas(planned: ReconcilePlan, facts: _Facts, scaling: ScalingDecision) -> ReconcilePlan:

@@ -271,6 +271,21 @@ class TestWrites:
         assert not should_write(before, compute(busier, before, now=soon), soon)
         assert should_write(before, compute(busier, before, now=late), late)
 
+    @pytest.mark.parametrize("stamp", ["above_since", "below_since"])
+    def test_since_when_load_is_high_or_low_is_written_once_it_has_lasted_and_its_end_at_once(self, stamp: str) -> None:
+        before = compute(LOW)
+
+        def since(moment: datetime | None) -> LLMDeploymentStatus:
+            stamps: dict[str, Any] = {"above_since": None, "below_since": None, stamp: moment}
+            return replace(before, scaling=replace(before.scaling, **stamps))
+
+        late = NOW + timedelta(seconds=POLICY.stamp_write_s)
+        assert not should_write(since(None), since(NOW), late - timedelta(seconds=1))
+        assert should_write(since(None), since(NOW), late)
+        assert should_write(since(NOW), since(None), NOW)
+        assert should_write(since(START), since(NOW), NOW)
+        assert not should_write(since(START), since(START), late)
+
     def test_what_matters_is_written_at_once(self) -> None:
         before = compute(LOW)
         soon = NOW + timedelta(seconds=5)
@@ -308,6 +323,14 @@ class TestDecisions:
     def test_a_hold_that_goes_on_is_told_once(self) -> None:
         later = self.decision(time=NOW + timedelta(minutes=1))
         assert append_decisions([self.decision()], [later]) == (self.decision(),)
+
+    def test_holds_that_take_turns_are_told_once_in_a_while(self) -> None:
+        kept: tuple[Decision, ...] = ()
+        for minute in range(60):
+            reason = "AtMaxReplicas" if minute % 2 else "LoadSkewed"
+            kept = append_decisions(kept, [self.decision(reason=reason, time=NOW + timedelta(minutes=minute))])
+        assert len(kept) <= 20
+        assert [d.time - NOW for d in kept[:3]] == [timedelta(minutes=m) for m in (0, 1, 6)]
 
     def test_a_hold_of_the_other_loop_does_not_hide_it(self) -> None:
         other = self.decision(loop=Loop.MEMORY, reason="HostOOMKilled")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvpilot_operator.core.keys import NamespacedName
-from kvpilot_operator.core.observation import EngineOOM, EngineTuning, Unknown
+from kvpilot_operator.core.observation import EngineLoad, EngineOOM, EngineTuning, Unknown
 from kvpilot_operator.core.ports import Manifest
 from kvpilot_operator.core.resources import (
     CHILD_RESOURCES,
@@ -440,6 +440,56 @@ async def test_ready_is_never_lost_while_load_adds_a_replica(world: World) -> No
     assert seen[-1] == ("True", "False")
     assert "growingFrom" not in world.status["scaling"]
     assert world.condition("Ready")["reason"] == "AllReplicasReady"
+
+
+async def test_load_that_lasts_adds_a_replica_though_its_beginning_was_not_written(world: World) -> None:
+    world.add_object()
+    await world.run()
+    world.add_pods(1, load=make_load(kv_usage_ratio=0.7))
+    await world.run(10)
+
+    async def look(kv_usage_ratio: float, passes: int) -> None:
+        world.engines.states["pod-llama-0"] = make_engine_state(load=make_load(kv_usage_ratio=kv_usage_ratio))
+        await world.run(passes)
+
+    before = len(world.api.writes)
+    for _ in range(3):  # bursts
+        await look(0.98, 2)
+        await look(0.7, 1)
+    assert world.api.writes[before:] == []
+    await look(0.98, 3)
+    assert world.deployment["spec"]["replicas"] == 2
+
+
+@pytest.mark.parametrize(
+    ("replicas", "loads"),
+    [
+        (1, [make_load(kv_usage_ratio=0.83), make_load(kv_usage_ratio=0.77)]),
+        (1, [make_load(waiting=5), make_load(waiting=3)]),
+        (2, [make_load(kv_usage_ratio=0.30), make_load(kv_usage_ratio=0.42)]),
+        (4, [make_load(kv_usage_ratio=0.90), make_load(kv_usage_ratio=0.60)]),
+        (4, [make_load(kv_usage_ratio=0.90), make_load(kv_usage_ratio=0.60), make_load(kv_usage_ratio=0.10)]),
+        (2, [make_load(kv_usage_ratio=0.5, preemptions_total=n // 4) for n in range(240)]),
+    ],
+    ids=["kv at target", "queue at target", "one less at target", "at the maximum", "all over the place", "preempting"],
+)
+async def test_load_that_hovers_is_not_written_with_every_look(
+    world: World, replicas: int, loads: list[EngineLoad]
+) -> None:
+    world.add_object(replicas=replicas)
+    await world.run()
+    world.add_pods(replicas, load=loads[-1])
+    await world.run(1)
+    before = len(world.api.writes)
+    for step in range(240):  # twenty minutes
+        for number in range(replicas):
+            world.engines.states[f"pod-llama-{number}"] = make_engine_state(load=loads[step % len(loads)])
+        await world.run(1)
+    writes = [resource for _, resource, _ in world.api.writes[before:]]
+    assert world.deployment["spec"]["replicas"] == replicas
+    assert set(writes) <= {"llmdeployments/status"}
+    assert len(writes) <= 14
+    assert len(world.status["decisions"]) < 20
 
 
 async def test_an_unknown_replica_never_lowers_the_count(world: World) -> None:  # D1

@@ -1,7 +1,7 @@
 """The record of what the two loops decided and why: the last twenty are kept on the object.
 
-Decides nothing. Invariant: the list never holds two neighbours of one loop that say the same hold, so that a long wait
-does not push out what happened before it.
+Decides nothing. Invariant: neither a hold that lasts nor holds that take turns push out what happened before them: the
+list never holds two neighbours of one loop that say the same.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from datetime import datetime
 from enum import StrEnum
 
 from kvpilot_operator.core.conditions import shorten
-from kvpilot_operator.core.timestamps import format_time, parse_time
+from kvpilot_operator.core.timestamps import format_time, parse_time, seconds_since
 
 MAX_DECISIONS = 20
 MAX_DECISION_MESSAGE = 512
+HOLD_AGAIN_S = 300.0
+"""Holds that take turns are told this rarely: load at a threshold would fill the list within minutes."""
 
 Input = float | int | str
 
@@ -86,18 +88,23 @@ def parse_decision(raw: Mapping[str, object]) -> Decision | None:
 
 
 def append_decisions(decisions: Sequence[Decision], new: Sequence[Decision]) -> tuple[Decision, ...]:
-    """The newest last, at most `MAX_DECISIONS`; a hold that its loop's last record already tells is left out."""
+    """The newest last, at most `MAX_DECISIONS`; a hold that is told already is left out."""
     result = list(decisions)
     for decision in new:
-        last = next((d for d in reversed(result) if d.loop is decision.loop), None)
-        if not decision.is_change and last is not None and _tells_the_same(last, decision):
-            continue
-        result.append(_bounded(decision))
+        if decision.is_change or not _is_told(result, decision):
+            result.append(_bounded(decision))
     return tuple(result[-MAX_DECISIONS:])
 
 
-def _tells_the_same(last: Decision, decision: Decision) -> bool:
-    return (last.action, last.reason, last.after) == (decision.action, decision.reason, decision.after)
+def _is_told(decisions: Sequence[Decision], hold: Decision) -> bool:
+    """By the last record of its loop, or a short while ago and nothing has changed since."""
+    own = [d for d in decisions if d.loop is hold.loop]
+    for index, decision in enumerate(reversed(own)):
+        if (decision.action, decision.reason, decision.after) == (hold.action, hold.reason, hold.after):
+            return index == 0 or seconds_since(decision.time, hold.time) < HOLD_AGAIN_S
+        if decision.is_change:
+            return False
+    return False
 
 
 def _bounded(decision: Decision) -> Decision:

@@ -42,6 +42,8 @@ class PolicyConstants:
     """Two memory kills within this are a loop: twice the kubelet's longest back-off."""
     max_restarts_in_loop: int = 2
     """Restarts from which a recent memory kill counts as one of a loop."""
+    stamp_write_s: float = 60.0
+    """Since when load is high or low is written once it has lasted this long; a restart may wait anew by as much."""
     load_only_write_s: float = 300.0
     """Status whose load alone changed is written this rarely: at 1,000 objects etcd feels each tick."""
 

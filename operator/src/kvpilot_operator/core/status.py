@@ -29,6 +29,11 @@ _INACTIVE_SCALING = frozenset(
 _WITH_FIGURES = frozenset({ConditionType.SCALING_ACTIVE, ConditionType.METRICS_AVAILABLE, ConditionType.MEMORY_TUNED})
 """Conditions whose message tells moving figures: its wording alone is no reason to write."""
 
+_FICKLE = frozenset(
+    {Reason.WITHIN_TARGETS, Reason.CONFIRMING, Reason.STABILIZING, Reason.LOAD_SKEWED, Reason.AT_MAX_REPLICAS}
+)
+"""Reasons that take turns while load hovers; those worth telling at once are decisions, and written as such."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendering:
@@ -107,8 +112,14 @@ def compute_invalid_status(
 def should_write(
     previous: LLMDeploymentStatus, new: LLMDeploymentStatus, now: datetime, *, policy: PolicyConstants = POLICY
 ) -> bool:
-    """Whether the object should be written: at once for what matters, rarely for the load alone."""
-    if _without_load(previous) != _without_load(new):
+    """Whether the object should be written: at once for what matters, rarely for what moves with the load."""
+    if _what_matters(previous) != _what_matters(new):
+        return True
+    before, after = previous.scaling, new.scaling
+    if any(
+        _is_stamp_due(*stamps, now, policy)
+        for stamps in ((before.above_since, after.above_since), (before.below_since, after.below_since))
+    ):
         return True
     if previous.load is None or new.load is None:
         return previous.load != new.load
@@ -117,13 +128,27 @@ def should_write(
     return seconds_since(previous.load.at, now) >= policy.load_only_write_s
 
 
-def _without_load(status: LLMDeploymentStatus) -> LLMDeploymentStatus:
+def _what_matters(status: LLMDeploymentStatus) -> LLMDeploymentStatus:
     return replace(
         status,
         load=None,
         plan=None,
-        conditions=tuple(replace(c, message="") if c.type in _WITH_FIGURES else c for c in status.conditions),
+        scaling=replace(status.scaling, above_since=None, below_since=None, samples=()),
+        conditions=tuple(_without_figures(condition) for condition in status.conditions),
     )
+
+
+def _without_figures(condition: Condition) -> Condition:
+    if condition.type not in _WITH_FIGURES:
+        return condition
+    return replace(condition, reason="" if condition.reason in _FICKLE else condition.reason, message="")
+
+
+def _is_stamp_due(before: datetime | None, after: datetime | None, now: datetime, policy: PolicyConstants) -> bool:
+    """An end at once, or a restart would count a time that was interrupted; a beginning when it has lasted."""
+    if before is not None:
+        return after != before
+    return after is not None and seconds_since(after, now) >= policy.stamp_write_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry, disable_created_metrics
 
 from kvpilot_engine.core.settings import CacheSettings, SchedulerSettings
 from kvpilot_engine.errors import ExitCode, SettingsError
+from kvpilot_engine.execution.cpu_threads import limit_spinning
 from kvpilot_engine.execution.settings import ExecutionSettings
 from kvpilot_engine.flags import build_help, build_reference
 from kvpilot_engine.models.source import resolve_model
@@ -48,6 +49,7 @@ class ExecutionModelLoader:
     device_name: str = DEVICE_NAME
 
     def load(self, utilization: float) -> ServingModel:
+        limit_spinning(os.environ)
         from kvpilot_engine.execution.loading import load_engine  # torch: in the child only
 
         path = resolve_model(self.model, revision=self.revision)

@@ -1,9 +1,24 @@
-"""How many threads a matrix product may use: the container's CPU quota, not the machine's cores."""
+"""Threads of the CPU path: how many (the container's CPU quota, not the machine's cores) and how patient.
+
+Imports no torch: what OpenMP reads from the environment must be set before torch is imported.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import MutableMapping
 from pathlib import Path
+
+SPIN_COUNT = 1000
+"""Turns that a thread waits for the others at the end of a parallel region before it gives its core up. OpenMP's own
+default is 300,000: with as many threads as cores and another process on them, the waiting keeps the late thread from
+its core, and a step takes ten times as long. Without any turns each region pays for putting threads to sleep."""
+
+
+def limit_spinning(environ: MutableMapping[str, str]) -> None:
+    """Set SPIN_COUNT for an OpenMP library that is not loaded yet, unless the user has said how threads wait."""
+    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & environ.keys():
+        environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
 
 
 def container_cpus(proc_root: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:

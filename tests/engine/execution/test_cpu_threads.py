@@ -1,0 +1,54 @@
+"""How the threads of the CPU path wait for each other, as the OpenMP library itself tells it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvpilot_engine.execution.cpu_threads import SPIN_COUNT
+
+LOAD = """
+import sys
+from pathlib import Path
+from kvpilot_engine.cli import ExecutionModelLoader
+from kvpilot_engine.core.settings import CacheSettings, SchedulerSettings
+from kvpilot_engine.errors import ModelNotFoundError
+from kvpilot_engine.execution.settings import ExecutionSettings
+
+loader = ExecutionModelLoader(
+    model=sys.argv[1],
+    revision=None,
+    execution=ExecutionSettings(model=Path(sys.argv[1])),
+    cache=CacheSettings(),
+    scheduler=SchedulerSettings(),
+)
+try:
+    loader.load(0.9)
+except ModelNotFoundError:
+    assert "torch" in sys.modules
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "spin_count"),
+    [({}, SPIN_COUNT), ({"GOMP_SPINCOUNT": "77"}, 77), ({"OMP_WAIT_POLICY": "PASSIVE"}, 0)],
+    ids=["ours", "the user's count", "the user's policy"],
+)
+def test_loading_lets_threads_spin_a_little_only_and_the_user_wins(
+    tmp_path: Path, given: dict[str, str], spin_count: int
+) -> None:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "GOMP_"))}
+    answer = subprocess.run(
+        [sys.executable, "-c", LOAD, str(tmp_path / "none.gguf")],
+        env={**kept, **given, "OMP_DISPLAY_ENV": "VERBOSE"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert re.findall(r"GOMP_SPINCOUNT = '(\d+)'", answer.stderr) == [str(spin_count)]

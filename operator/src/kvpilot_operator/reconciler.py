@@ -18,30 +18,37 @@ from kvpilot_operator.core import naming
 from kvpilot_operator.core.api_status import LLMDeploymentStatus, parse_status
 from kvpilot_operator.core.api_types import LLMDeploymentSpec, ScalingMode, parse_spec
 from kvpilot_operator.core.diagnosis import Problem, find_problems, rank_problems
-from kvpilot_operator.core.events import compute_events
 from kvpilot_operator.core.keys import NamespacedName
 from kvpilot_operator.core.memory import MemoryDecision, decide_memory, engine_shape
 from kvpilot_operator.core.memory_events import collect_events
 from kvpilot_operator.core.merge_patch import build_merge_patch
 from kvpilot_operator.core.naming import Owner
 from kvpilot_operator.core.observation import ChildObservation, DeploymentObservation
-from kvpilot_operator.core.observing import has_replicas_owner
-from kvpilot_operator.core.plan import Action, Apply, ReconcilePlan, ScaleDeployment, Wanted, WriteSpecReplicas, plan
+from kvpilot_operator.core.plan import (
+    Action,
+    Apply,
+    ReconcilePlan,
+    ScaleDeployment,
+    Wanted,
+    WriteSpecReplicas,
+    claim_replicas,
+    plan,
+)
 from kvpilot_operator.core.pod_care import plan_pod_annotations, plan_pod_deletions
 from kvpilot_operator.core.ports import Clock, EngineClient, KubeApi, Manifest, Recorder
 from kvpilot_operator.core.reasons import Reason
 from kvpilot_operator.core.rendering import read_tuning_memory, render_children
-from kvpilot_operator.core.resources import CONFIG_MAPS, DEPLOYMENTS, LLM_DEPLOYMENTS
+from kvpilot_operator.core.resources import CONFIG_MAPS, LLM_DEPLOYMENTS
 from kvpilot_operator.core.scaling import ScalingDecision, decide_scaling
 from kvpilot_operator.core.scaling_memory import parse_scaling_memory
-from kvpilot_operator.core.status import Rendering, compute_invalid_status, compute_status, should_write
+from kvpilot_operator.core.status import Rendering, compute_status
 from kvpilot_operator.core.template_pinning import TemplateChoice, choose_template
 from kvpilot_operator.core.tuning_memory import TuningMemory
 from kvpilot_operator.errors import InvalidSpecError, OperatorError, RefusedError
-from kvpilot_operator.event_poster import EventPoster
 from kvpilot_operator.executor import Executor
 from kvpilot_operator.observer import Observer
 from kvpilot_operator.scaling_recall import ScalingRecall
+from kvpilot_operator.status_writer import StatusWriter
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +112,7 @@ class Reconciler:
         self._clock = clock
         self._observer = Observer(api, engines)
         self._executor = Executor(api, clock)
-        self._events = EventPoster(api, clock)
+        self._statuses = StatusWriter(api, clock)
         self._default_engine_image = default_engine_image
         self._recorder = recorder
         self._uids: dict[NamespacedName, str] = {}
@@ -126,7 +133,7 @@ class Reconciler:
         try:
             facts = await self._observe(key, manifest)
         except InvalidSpecError as error:
-            await self._write_invalid(key, manifest, str(error))
+            await self._statuses.write_invalid(manifest, str(error), self._read_now())
             return None
         return await self._act(facts)
 
@@ -153,7 +160,7 @@ class Reconciler:
             decisions = self._decide(facts)
             todo = self._plan(facts, decisions)
         except InvalidSpecError as invalid:  # found while rendering: the overlay, the model source, the image
-            await self._write_invalid(facts.owner.key, facts.manifest, str(invalid))
+            await self._statuses.write_invalid(facts.manifest, str(invalid), facts.now)
             return None
         if any(isinstance(action, WriteSpecReplicas) for action in todo.actions):
             # It changes the object that all else was decided from: do only that, and look again.
@@ -233,8 +240,11 @@ class Reconciler:
             pod_annotations=plan_pod_annotations(facts.observation, tuning, scaling.replicas, facts.now),
             pod_deletions=plan_pod_deletions(facts.observation, tuning),
         )
-        planned = _claim_replicas(
-            plan(rendered, facts.observation, wanted, self._executor.residues_of(facts.owner)), facts, scaling
+        planned = claim_replicas(
+            plan(rendered, facts.observation, wanted, self._executor.residues_of(facts.owner)),
+            naming.deployment_name(facts.owner),
+            scaling.replicas,
+            facts.children,
         )
         # Paused: everything is observed and decided, and said, and nothing is done.
         return ReconcilePlan(conflicts=planned.conflicts) if facts.is_paused else planned
@@ -270,34 +280,7 @@ class Reconciler:
             memory = replace(memory, records=(), memory=facts.tuning or memory.memory)
         new = compute_status(observation, scaling, memory, problems, rendering, previous, facts.now)
         self._record(facts, new)
-        await self._write(facts.manifest, previous, new, version, facts.now)
-
-    async def _write_invalid(self, key: NamespacedName, manifest: Manifest, message: str) -> None:
-        now = self._read_now()
-        previous = parse_status(manifest.get("status"))
-        metadata = manifest["metadata"]
-        new = compute_invalid_status(previous, metadata.get("generation", 0), message, now)
-        if new.conditions != previous.conditions:
-            self._log_invalid(key, message)
-        await self._write(manifest, previous, new, str(metadata["resourceVersion"]), now)
-
-    async def _write(
-        self,
-        manifest: Manifest,
-        previous: LLMDeploymentStatus,
-        new: LLMDeploymentStatus,
-        version: str,
-        now: datetime,
-    ) -> None:
-        """The status when it is worth a write, then the events that its change is worth."""
-        if not should_write(previous, new, now):
-            return
-        patch = build_merge_patch(manifest.get("status") or {}, new.to_dict())
-        if not patch:
-            return
-        metadata = manifest["metadata"]
-        await self._api.patch_status(metadata["namespace"], metadata["name"], patch, version)
-        await self._events.post(manifest, compute_events(previous, new))
+        await self._statuses.write(facts.manifest, new, version, facts.now)
 
     def _record(self, facts: _Facts, status: LLMDeploymentStatus) -> None:
         self._recorder.set_object(
@@ -315,9 +298,6 @@ class Reconciler:
         """Whole seconds, as the API keeps them: what is written and read back must be equal."""
         return self._clock.now().replace(microsecond=0)
 
-    def _log_invalid(self, key: NamespacedName, message: str) -> None:
-        logger.warning("invalid: %s", message, extra={"key": str(key), "event": "InvalidSpec"})
-
     def _count_ooms(self, facts: _Facts) -> None:
         """Once the marks are written: the same events would otherwise be counted again by the next pass."""
         marks = facts.tuning.handled if facts.tuning is not None else ()
@@ -331,21 +311,6 @@ class Reconciler:
         if uid is not None:
             self._executor.forget(uid)
             self._recall.forget(uid)
-
-
-def _claim_replicas(planned: ReconcilePlan, facts: _Facts, scaling: ScalingDecision) -> ReconcilePlan:
-    """Write the replicas once although they are right already: from then on the server notes who writes them."""
-    name = naming.deployment_name(facts.owner)
-    is_planned = any(isinstance(action, ScaleDeployment) for action in planned.actions)
-    is_blocked = any(conflict.kind == DEPLOYMENTS.kind for conflict in planned.conflicts)
-    child = next((c for c in facts.children if (c.kind, c.name) == (DEPLOYMENTS.kind, name)), None)
-    is_made = any(isinstance(a, Apply) and a.manifest["kind"] == DEPLOYMENTS.kind for a in planned.actions)
-    if scaling.replicas is None or is_planned or is_blocked or (child is None and not is_made):
-        return planned
-    if child is not None and has_replicas_owner(child.manifest):
-        return planned
-    claim = ScaleDeployment(name=name, replicas=scaling.replicas, reason="claimed")
-    return replace(planned, actions=(*planned.actions, claim))
 
 
 def _is_tuning_write(action: Action) -> bool:

@@ -8,12 +8,13 @@ crash between two of them leaves a state which the next pass completes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from kvpilot_operator.core.drift import ChildKey, Drift, child_key, find_drift
 from kvpilot_operator.core.naming import ANNOTATION_RENDER_HASH
 from kvpilot_operator.core.observation import ChildObservation, DeploymentObservation, ReplicaObservation
+from kvpilot_operator.core.observing import has_replicas_owner
 from kvpilot_operator.core.ports import Manifest
 from kvpilot_operator.core.resources import CHILD_RESOURCES, CONFIG_MAPS, CONTROLLER_REVISIONS, DEPLOYMENTS
 
@@ -128,6 +129,22 @@ def plan(
         actions.extend(_plan_scale(deployment.name, observation, wanted))
     actions.extend(_plan_pods(observation.replicas, wanted))
     return ReconcilePlan(actions=tuple(actions), conflicts=conflicts)
+
+
+def claim_replicas(
+    planned: ReconcilePlan, name: str, replicas: int | None, children: Iterable[ChildObservation]
+) -> ReconcilePlan:
+    """Write the replicas once although they are right already: from then on the server notes who writes them."""
+    is_planned = any(isinstance(action, ScaleDeployment) for action in planned.actions)
+    is_blocked = any(conflict.kind == DEPLOYMENTS.kind for conflict in planned.conflicts)
+    child = next((c for c in children if (c.kind, c.name) == (DEPLOYMENTS.kind, name)), None)
+    is_made = any(isinstance(a, Apply) and a.manifest["kind"] == DEPLOYMENTS.kind for a in planned.actions)
+    if replicas is None or is_planned or is_blocked or (child is None and not is_made):
+        return planned
+    if child is not None and has_replicas_owner(child.manifest):
+        return planned
+    claim = ScaleDeployment(name=name, replicas=replicas, reason="claimed")
+    return replace(planned, actions=(*planned.actions, claim))
 
 
 def find_conflicts(rendered: Iterable[Manifest], children: Iterable[ChildObservation]) -> tuple[ChildKey, ...]:

@@ -276,7 +276,7 @@ HONOURED: tuple[Flag, ...] = (
         group=_BATCH,
         metavar="TOKENS",
         parse=parse_int(1),
-        default_text="512",
+        default_text="what the device computes in 150 ms, at most 512",
         text="token budget of one step, prefill and decode together",
     ),
     Flag(

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvpilot_engine.core.settings import CacheSettings, SchedulerSettings
 from kvpilot_engine.errors import SettingsError
-from kvpilot_engine.execution.settings import ExecutionSettings
+from kvpilot_engine.execution.settings import STEP_TARGET_S, ExecutionSettings
 from kvpilot_engine.flags import FOREIGN, HONOURED, Flag
 from kvpilot_engine.observability.logging_setup import LoggingSettings
 from kvpilot_engine.server.settings import ServerSettings
@@ -148,6 +148,7 @@ def _compose(values: Mapping[str, Any], warnings: Iterable[str]) -> EngineSettin
         execution=ExecutionSettings(
             model=Path(model),
             memory_utilization=utilization,
+            step_target_s=None if "max-num-batched-tokens" in values else STEP_TARGET_S,
             **given(
                 device_memory_bytes="device-memory",
                 num_threads="num-threads",

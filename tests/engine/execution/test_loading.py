@@ -201,6 +201,15 @@ def test_contended_means_that_it_would_fit_without_the_others(
         check_not_contended(device, 500)
 
 
+def test_token_budget_is_measured_only_when_a_target_is_set(settings: ExecutionSettings) -> None:
+    def budget(step_target_s: float | None) -> int:
+        engine = load(replace(settings, step_target_s=step_target_s), max_num_batched_tokens=128)
+        budget: int = engine.scheduler.max_num_batched_tokens
+        return budget
+
+    assert [budget(None), budget(1e-9), budget(1e9)] == [128, 32, 128]
+
+
 def test_bad_settings_are_listed_all_at_once(settings: ExecutionSettings) -> None:
     with pytest.raises(SettingsError) as caught:
         load(replace(settings, dtype="float16", device="tpu", memory_utilization=1.5, num_threads=0))

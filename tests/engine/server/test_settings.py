@@ -58,6 +58,11 @@ def test_every_flag_reaches_its_part(tmp_path: Path) -> None:
     assert (settings.service.termination_log, settings.server.drain_timeout_s) == (Path("l"), 7)
 
 
+def test_token_budget_is_measured_unless_it_is_given() -> None:
+    assert load("serve", "m").execution.step_target_s == 0.15
+    assert load("serve", "m", "--max-num-batched-tokens", "512").execution.step_target_s is None
+
+
 def test_all_problems_are_listed_with_their_names() -> None:
     problems = problems_of(
         "serve", "m", "--port", "99999", "--dtype", "bfloat16", "--max-nun-seqs", "3", KVPILOT_BLOCK_SIZE="x"

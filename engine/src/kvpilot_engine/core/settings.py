@@ -18,7 +18,7 @@ class SchedulerSettings:
     max_num_seqs: int = 64
     """Most sequences in one step."""
     max_num_batched_tokens: int = 512
-    """Token budget of one step, prefill and decode together."""
+    """Token budget of one step, prefill and decode together; a bound where it is measured (ExecutionSettings)."""
     max_model_len: int = 2048
     """Longest sequence, prompt and output together, in tokens."""
     max_queue_len: int = 256

@@ -8,7 +8,9 @@ stops growth at once, but pages once used stay resident until the process ends.
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -27,12 +29,14 @@ from kvpilot_engine.execution.fault_injection import FaultInjection
 from kvpilot_engine.execution.kv_cache_tensors import KVCacheTensors, kv_bytes_per_block
 from kvpilot_engine.execution.memory_budget import MemoryBudget
 from kvpilot_engine.execution.settings import ExecutionSettings
+from kvpilot_engine.execution.token_budget import choose_token_budget, measure_tokens_per_s
 from kvpilot_engine.execution.torch_model_runner import TorchModelRunner
 from kvpilot_engine.models.config import LlamaConfig
 from kvpilot_engine.models.llama import LlamaForCausalLM
 from kvpilot_engine.models.registry import load_model
 from kvpilot_engine.models.weights import WeightSource, open_weights
 
+_LOG = logging.getLogger(__name__)
 DEVICE_NAME = "cpu"
 DTYPE_NAME = "float32"
 WEIGHT_BYTES = 4
@@ -48,7 +52,7 @@ class LoadedEngine:
     runner: ModelRunner
     cache: CacheSettings
     scheduler: SchedulerSettings
-    """With max_model_len resolved."""
+    """With max_model_len and the token budget resolved."""
     num_blocks: int
     """Blocks that the storage holds, the null block not counted: as many as the highest share allows."""
     vocab_size: int
@@ -125,7 +129,13 @@ def load_engine(
         phase = OOMPhase.WARMUP
         faults.pass_by(phase)
         _report(on_progress, "warmup", 0, 1)
-        peak = _measure_warmup(model, cache, replace(scheduler, max_model_len=max_model_len), memory)
+        scheduler = replace(scheduler, max_model_len=max_model_len)
+        # the null block alone: steps before the pool exists
+        warmup = TorchModelRunner(model, KVCacheTensors(config, num_blocks=0, block_size=cache.block_size), memory)
+        if settings.step_target_s is not None:
+            scheduler = _set_token_budget(settings.step_target_s, scheduler, warmup)
+        plan = build_warmup_plan(scheduler, max_model_len)
+        peak = measure_peak_growth(memory, lambda: warmup.execute(plan)) or 0
         _report(on_progress, "warmup", 1, 1)
         budget = _build_budget(settings, cache, scheduler, config, memory, base_bytes, measured_peak=peak)
         # a longer length than the early one would not have tables: the measured peak can only shorten it
@@ -226,14 +236,11 @@ def _load_weights(source: WeightSource, max_model_len: int, on_progress: OnProgr
     )
 
 
-def _measure_warmup(
-    model: LlamaForCausalLM, cache: CacheSettings, scheduler: SchedulerSettings, memory: HostMemory
-) -> int:
-    """One step at the token budget and the batch limit, on a cache of the null block alone. 0 when not measurable."""
-    null_only = KVCacheTensors(model.config, num_blocks=0, block_size=cache.block_size)
-    runner = TorchModelRunner(model, null_only, memory)
-    plan = build_warmup_plan(scheduler, scheduler.max_model_len)
-    return measure_peak_growth(memory, lambda: runner.execute(plan)) or 0
+def _set_token_budget(step_target_s: float, scheduler: SchedulerSettings, runner: ModelRunner) -> SchedulerSettings:
+    speed = measure_tokens_per_s(runner.execute, scheduler, time.perf_counter)
+    budget = choose_token_budget(speed, step_target_s, scheduler)
+    _LOG.info("%.0f prompt tokens/s measured: token budget %d for steps of about %g s", speed, budget, step_target_s)
+    return replace(scheduler, max_num_batched_tokens=budget)
 
 
 def _report(on_progress: OnProgress | None, stage: str, done: int, of: int) -> None:

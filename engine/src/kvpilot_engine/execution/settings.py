@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+STEP_TARGET_S = 0.15
+"""The default of a command line that sets no token budget."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutionSettings:
@@ -21,6 +24,9 @@ class ExecutionSettings:
     memory), so that a raised cap needs no restart."""
     device_memory_bytes: int | None = None
     """Total memory of the device; None: the container's limit, or the machine's memory where there is none."""
+    step_target_s: float | None = None
+    """Token budget from the measured speed, for prefill steps of about this many seconds and at most the scheduler's
+    own budget; None: the scheduler's budget as it is."""
     num_threads: int | None = None
     """Threads of a matrix product; None: the container's CPU quota, at least 1."""
     num_blocks_override: int | None = None

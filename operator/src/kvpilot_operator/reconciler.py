@@ -123,6 +123,10 @@ class Reconciler:
         """A watch told of a child of this object: what was listed before is no longer known to hold."""
         self._children.invalidate(key)
 
+    def let_go(self) -> None:
+        """Another operator may work on the objects now: what was seen of them before says nothing any more."""
+        self._recall.forget_all()
+
     async def reconcile(self, key: NamespacedName) -> float | None:
         """One pass. Seconds until it is due again by itself, or None; an error means: try again."""
         manifest = await self._api.get_object(LLM_DEPLOYMENTS, key.namespace, key.name)

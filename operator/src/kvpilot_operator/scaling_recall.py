@@ -7,20 +7,11 @@ at once (`core.status.should_write`), so that a restart finds less than is true 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 from kvpilot_operator.core.policy import POLICY, PolicyConstants
 from kvpilot_operator.core.ports import Clock
 from kvpilot_operator.core.scaling_memory import ScalingMemory
 from kvpilot_operator.core.timestamps import seconds_since
-
-MAX_AGE_S = 60.0
-"""After a longer pause (the lease was another's) what was seen before it says nothing: status does."""
-
-
-class _Entry(NamedTuple):
-    at: float
-    memory: ScalingMemory
 
 
 class ScalingRecall:
@@ -29,19 +20,22 @@ class ScalingRecall:
     def __init__(self, clock: Clock, *, policy: PolicyConstants = POLICY) -> None:
         self._clock = clock
         self._policy = policy
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, ScalingMemory] = {}
 
     def note(self, uid: str, memory: ScalingMemory) -> None:
-        self._entries[uid] = _Entry(self._clock.monotonic(), memory)
+        self._entries[uid] = memory
 
     def forget(self, uid: str) -> None:
         self._entries.pop(uid, None)
 
+    def forget_all(self) -> None:
+        """Another operator has the objects: from now on status knows better."""
+        self._entries.clear()
+
     def complete(self, uid: str, written: ScalingMemory) -> ScalingMemory:
         """What status tells, with what was seen since it was written."""
-        entry = self._entries.get(uid)
-        if entry is not None and self._clock.monotonic() - entry.at < MAX_AGE_S:
-            seen = entry.memory
+        seen = self._entries.get(uid)
+        if seen is not None:
             return replace(written, above_since=seen.above_since, below_since=seen.below_since, samples=seen.samples)
         # A counter that was read long ago does not tell when it moved, so there is no rate to be had from it.
         now, limit_s = self._clock.now(), 2 * self._policy.preemption_sample_s

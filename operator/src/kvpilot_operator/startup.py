@@ -152,6 +152,7 @@ class Operator:
     async def work(self, key: NamespacedName) -> float | None:
         """One pass over one object, measured. Without the lease nothing is observed and nothing written."""
         if not self.lease.is_held:
+            self.reconciler.let_go()
             return None
         started = self.clock.monotonic()
         outcome = "error"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 from kvpilot_operator.core.scaling_memory import PreemptionSample, ScalingMemory
-from kvpilot_operator.scaling_recall import MAX_AGE_S, ScalingRecall
+from kvpilot_operator.scaling_recall import ScalingRecall
 from kvpilot_operator.testing import START, ManualClock
 
 SAMPLE = PreemptionSample(pod_uid="a", total=7, at=START, per_minute=2.0)
@@ -29,11 +29,10 @@ def test_another_object_of_that_name_starts_anew() -> None:
     assert recall.complete("uid", WRITTEN) == WRITTEN
 
 
-def test_after_a_pause_status_counts() -> None:
-    clock = ManualClock()
-    recall = ScalingRecall(clock)
+def test_after_another_operator_status_counts() -> None:  # C7
+    recall = ScalingRecall(ManualClock())
     recall.note("uid", SEEN)
-    clock.advance(MAX_AGE_S)
+    recall.forget_all()
     assert recall.complete("uid", WRITTEN) == WRITTEN
 
 

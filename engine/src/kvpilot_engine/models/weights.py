@@ -14,13 +14,13 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
-from gguf import GGUFReader
 from gguf.quants import dequantize
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvpilot_engine.errors import ModelNotFoundError, SettingsError
 from kvpilot_engine.models.config import LlamaConfig, parse_gguf_config, parse_hf_config
+from kvpilot_engine.models.gguf_reader import TensorReader
 
 
 class WeightSource(Protocol):
@@ -89,7 +89,7 @@ class GGUFWeights:
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
-            self._reader: GGUFReader | None = GGUFReader(path)
+            self._reader: TensorReader | None = TensorReader(path)
         except (ValueError, OSError, IndexError) as error:
             raise SettingsError([f"{path}: not a readable GGUF file ({error})"]) from error
         self._tensors: dict[str, Any] = {tensor.name: tensor for tensor in self._reader.tensors}

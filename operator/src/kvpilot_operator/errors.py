@@ -4,6 +4,7 @@
     ├── SettingsError        the operator was started wrongly; lists every problem
     ├── InvalidSpecError     the user's fault; permanent until the object (or what it names) changes
     ├── RefusedError         the API server said no (rights, quota, admission); retried slowly, shown in status
+    │   └── NamespaceGoingError   the namespace is being deleted, and everything in it
     ├── TransientError       try again, after `retry_after_s` when it is known
     │   └── ConflictError    somebody else wrote first, or holds a field or a name; observe again
     └── ObservationError     an answer could not be understood
@@ -48,6 +49,12 @@ class RefusedError(OperatorError):
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class NamespaceGoingError(RefusedError):
+    """Nothing can be made in a namespace that is being deleted; what is in it goes by itself."""
+
+    kind = "NamespaceGoing"
 
 
 class TransientError(OperatorError):

@@ -98,12 +98,28 @@ class Executor:
             raise InvalidSpecError(refusal.message)
         try:
             # By force only over what is ours: an object that appeared since it was looked for is not taken over.
-            answer = await self._api.apply(action.manifest, force=is_ours)
+            answer = await self._apply_or_replace(action.manifest, is_ours=is_ours)
         except InvalidSpecError as error:
             self._refusals[place] = _Refusal(render_hash, now, str(error))
             raise
         self._refusals.pop(place, None)
         self._residues.record(owner.uid, action.manifest, answer)
+
+    async def _apply_or_replace(self, manifest: Manifest, *, is_ours: bool) -> Manifest:
+        """Apply; where somebody's edit stands in the way, put our spec in the place of theirs.
+
+        An apply keeps others' list elements, and one of them can make the whole invalid: a second port of one name.
+        """
+        try:
+            return await self._api.apply(manifest, force=is_ours)
+        except InvalidSpecError as refused:
+            if not is_ours or "spec" not in manifest:
+                raise
+            try:
+                await self._api.replace_spec(manifest)
+            except InvalidSpecError:
+                raise refused from None  # it is our render that is invalid
+            return await self._api.apply(manifest, force=True)
 
 
 def _render_hash(manifest: Manifest) -> str:

@@ -44,7 +44,7 @@ from kvpilot_operator.core.scaling_memory import parse_scaling_memory
 from kvpilot_operator.core.status import Rendering, compute_status
 from kvpilot_operator.core.template_pinning import TemplateChoice, choose_template
 from kvpilot_operator.core.tuning_memory import TuningMemory
-from kvpilot_operator.errors import InvalidSpecError, OperatorError, RefusedError
+from kvpilot_operator.errors import InvalidSpecError, NamespaceGoingError, OperatorError, RefusedError
 from kvpilot_operator.executor import Executor
 from kvpilot_operator.observer import Observer
 from kvpilot_operator.scaling_recall import ScalingRecall
@@ -181,6 +181,8 @@ class Reconciler:
                 version = await self._remember_scaling(facts, decisions, version)
                 is_scaling_kept = True
             await self._executor.execute(facts.owner, todo.actions, facts.children, done)
+        except NamespaceGoingError:
+            return None  # the object goes with it; there is nobody left to tell
         except OperatorError as raised:
             error = raised
         if done or error is not None:

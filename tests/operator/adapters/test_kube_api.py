@@ -18,6 +18,7 @@ from kvpilot_operator.core.rights import RIGHTS, is_covered
 from kvpilot_operator.errors import (
     ConflictError,
     InvalidSpecError,
+    NamespaceGoingError,
     ObservationError,
     OperatorError,
     RefusedError,
@@ -230,3 +231,14 @@ def test_no_right_is_a_wildcard_and_none_reads_secrets() -> None:
 @pytest.mark.parametrize("check", [lambda right: right.reason, lambda right: right.verbs])
 def test_every_right_says_what_it_is_for(check: Callable[[Any], object]) -> None:
     assert all(check(right) for right in RIGHTS)
+
+
+async def test_a_namespace_that_is_being_deleted_is_told_apart(server: Server, api: KubernetesApi) -> None:
+    cause = {"reason": "NamespaceTerminating", "message": "namespace team-a is being terminated"}
+    server.status, server.body = 403, status_body("is forbidden", causes=[cause])
+    with pytest.raises(NamespaceGoingError):
+        await api.apply(DEPLOYMENT, force=True)
+    server.body = status_body('User "x" cannot patch resource')
+    with pytest.raises(RefusedError) as refused:
+        await api.apply(DEPLOYMENT, force=True)
+    assert not isinstance(refused.value, NamespaceGoingError)

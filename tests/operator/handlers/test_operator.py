@@ -119,6 +119,14 @@ def test_deleted_and_edited_children_are_restored(cluster: Cluster) -> None:  # 
     service = cluster.must_get("service", "llama")
     assert service["metadata"]["annotations"]["team"] == "blue"
 
+    # An apply would only add our port beside theirs, and two of one name are refused: the edit once stayed for good.
+    cluster.admin.patch("service", "llama", {"spec": {"ports": [{"name": "http", "port": 9, "targetPort": "http"}]}})
+
+    def is_our_port() -> bool:
+        return [port["port"] for port in cluster.must_get("service", "llama")["spec"]["ports"]] == [8000]
+
+    cluster.wait(is_our_port, "the port to be restored")
+
 
 def test_an_orphaned_deployment_is_owned_again(cluster: Cluster) -> None:  # C5
     create(cluster)

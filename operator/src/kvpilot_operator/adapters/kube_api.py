@@ -84,6 +84,18 @@ class KubernetesApi:
             query={"fieldManager": FIELD_MANAGER, "force": "true" if force else "false"},
         )
 
+    async def replace_spec(self, manifest: Manifest) -> Manifest:
+        metadata = manifest["metadata"]
+        return await self._write(
+            "patch",
+            resource_of(manifest),
+            metadata["namespace"],
+            metadata["name"],
+            body={"spec": manifest["spec"]},
+            content_type=_MERGE,
+            query={"fieldManager": FIELD_MANAGER},
+        )
+
     async def set_replicas(self, resource: ApiResource, namespace: str, name: str, replicas: int) -> None:
         query = {"fieldManager": FIELD_MANAGER}
         body: Manifest = {"spec": {"replicas": replicas}}

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import json
 
-from kvpilot_operator.errors import ConflictError, InvalidSpecError, OperatorError, RefusedError, TransientError
+from kvpilot_operator.errors import (
+    ConflictError,
+    InvalidSpecError,
+    NamespaceGoingError,
+    OperatorError,
+    RefusedError,
+    TransientError,
+)
 
 _BAD_OVERLAY = ("failed to create typed patch object", "failed to convert new object", "failed to create manager")
+_NAMESPACE_GOING = "NamespaceTerminating"
 _MAX_MESSAGE = 500
 
 
@@ -18,6 +26,8 @@ def build_error(status: int, body: bytes, what: str, retry_after: str | None = N
     match status:
         case 400 | 413 | 422:
             return InvalidSpecError(text)
+        case 403 if _NAMESPACE_GOING in _parse_causes(body):
+            return NamespaceGoingError(text)
         case 403 | 405 | 415:
             return RefusedError(text, retry_after_s=retry_s)
         case 404 | 409:
@@ -40,6 +50,14 @@ def _parse_status(body: bytes) -> tuple[str, float | None]:
     details = raw.get("details")
     seconds = details.get("retryAfterSeconds") if isinstance(details, dict) else None
     return str(raw.get("message") or "")[:_MAX_MESSAGE], float(seconds) if isinstance(seconds, int) else None
+
+
+def _parse_causes(body: bytes) -> list[str]:
+    try:
+        causes = json.loads(body)["details"]["causes"]
+        return [str(cause.get("reason")) for cause in causes]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return []
 
 
 def _parse_seconds(text: str) -> float | None:

@@ -36,6 +36,10 @@ class KubeApi(Protocol):
         """Server-side apply as `kvpilot`. Without `force` a field of another manager is a ConflictError."""
         ...
 
+    async def replace_spec(self, manifest: Manifest) -> Manifest:
+        """Merge-patch the child's spec: unlike an apply it replaces whole lists, others' elements included."""
+        ...
+
     async def set_replicas(self, resource: ApiResource, namespace: str, name: str, replicas: int) -> None:
         """Write the scale subresource."""
         ...

@@ -110,6 +110,14 @@ class FakeKubeApi:
             merged["spec"].setdefault("replicas", 1)
         return copy.deepcopy(self._store(ref, merged))
 
+    async def replace_spec(self, manifest: Manifest) -> Manifest:
+        resource = resource_of(manifest)
+        ref = _ref(resource, manifest["metadata"]["namespace"], manifest["metadata"]["name"])
+        self._before_write("patch", resource.plural, ref[2])
+        value = copy.deepcopy(self._existing(ref))
+        value["spec"] = _merge_patch(value["spec"], manifest["spec"])
+        return copy.deepcopy(self._store(ref, value))
+
     async def set_replicas(self, resource: ApiResource, namespace: str, name: str, replicas: int) -> None:
         self._before_write("patch", f"{resource.plural}/scale", name)
         self._set_replicas(_ref(resource, namespace, name), replicas, "kvpilot")

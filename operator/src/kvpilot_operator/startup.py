@@ -25,7 +25,7 @@ from kvpilot_operator.core.keys import NamespacedName
 from kvpilot_operator.core.naming import LABEL_DEPLOYMENT
 from kvpilot_operator.core.ports import Clock
 from kvpilot_operator.core.resources import LLM_DEPLOYMENTS, PODS, WATCHED_RESOURCES
-from kvpilot_operator.errors import OperatorError, RefusedError, TransientError
+from kvpilot_operator.errors import ConflictError, OperatorError, RefusedError, TransientError
 from kvpilot_operator.lease import LeaseGuard
 from kvpilot_operator.observability.metrics import OperatorMetrics
 from kvpilot_operator.reconciler import Reconciler
@@ -271,7 +271,9 @@ def report_error(metrics: OperatorMetrics, key: NamespacedName, error: Exception
     extra = {"key": str(key), "event": "ReconcileFailed"}
     if isinstance(error, OperatorError):
         metrics.count_error(error.kind)
-        logger.warning("%s; trying again in %.0f s", error, delay_s, extra=extra)
+        # A lost race is how optimistic locking works, and nothing that anybody has to look at.
+        level = logging.INFO if isinstance(error, ConflictError) else logging.WARNING
+        logger.log(level, "%s; trying again in %.0f s", error, delay_s, extra=extra)
     else:
         metrics.count_error("Bug")
         logger.error("a bug; trying again in %.0f s", delay_s, extra=extra, exc_info=error)

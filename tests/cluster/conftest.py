@@ -15,6 +15,7 @@ from kvpilot_tools import images
 from kvpilot_tools.kubectl import Kubectl, wait_for
 from kvpilot_tools.manifests import condition, is_ready
 from kvpilot_tools.release import Release
+from kvpilot_tools.traffic import wait_routed
 
 READY_LIMIT_S = 180.0
 
@@ -120,6 +121,8 @@ def service_url(cluster: Kubectl) -> Callable[[str], str]:
     def url(name: str) -> str:
         service = cluster.get("service", name)
         assert service is not None
-        return f"http://{service['spec']['clusterIP']}:{service['spec']['ports'][0]['port']}"
+        address = f"http://{service['spec']['clusterIP']}:{service['spec']['ports'][0]['port']}"
+        wait_routed(address)
+        return address
 
     return url

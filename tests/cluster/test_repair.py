@@ -88,6 +88,7 @@ def test_ready_speaks_of_the_present_generation(cluster: Kubectl, apply_ready: A
         return is_ready(item)
 
     wait_for(rolled, "Ready for the new generation", limit_s=180)
-    (pod,) = cluster.list("pods", selector=f"kvpilot.dev/deployment={name}")
+    pods = cluster.list("pods", selector=f"kvpilot.dev/deployment={name}")
+    (pod,) = [p for p in pods if "deletionTimestamp" not in p["metadata"]]
     engine = next(c for c in pod["spec"]["containers"] if c["name"] == "engine")
     assert "256" in " ".join(engine["args"])

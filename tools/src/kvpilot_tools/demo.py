@@ -19,7 +19,7 @@ from kvpilot_tools.kubectl import Kubectl, KubectlError
 from kvpilot_tools.manifests import condition, example, is_ready
 from kvpilot_tools.release import HelmError, Release
 from kvpilot_tools.repository import EXAMPLE, ROOT
-from kvpilot_tools.traffic import Outcomes, ask, drive
+from kvpilot_tools.traffic import Outcomes, ask, drive, wait_routed
 
 READY_LIMIT_S = 300.0
 QUESTION = "What is the capital of France? Answer in one sentence."
@@ -97,6 +97,7 @@ def up() -> None:
     timed(f"kubectl apply -f {EXAMPLE.relative_to(ROOT)}", lambda: client.run("apply", "-f", str(EXAMPLE)))
     timed("wait for Ready", lambda: wait_ready(client, name))
     url = service_url(client, name)
+    wait_routed(url)
     console.print(f"[bold]▸ POST {url}/v1/chat/completions[/bold]\n  {QUESTION}")
     answer = asyncio.run(ask(url, name, QUESTION))
     console.print(f"  [green]{answer.strip()}[/green]")

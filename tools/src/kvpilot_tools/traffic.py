@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+import urllib.request
 from collections import Counter
 from dataclasses import dataclass, field
 
 import aiohttp
 
 REQUEST_TIMEOUT_S = 300.0
+ROUTE_LIMIT_S = 30.0
+"""A Service's rules on the node follow a pod's readiness by a moment."""
 
 
 @dataclass(slots=True)
@@ -28,6 +31,19 @@ class Outcomes:
     @property
     def started(self) -> int:
         return sum(self.finished.values()) + sum(self.refused.values()) + len(self.lost)
+
+
+def wait_routed(base_url: str) -> None:
+    """Wait until the Service leads to a ready pod; raises TimeoutError after ROUTE_LIMIT_S."""
+    deadline = time.monotonic() + ROUTE_LIMIT_S
+    while True:
+        try:
+            with urllib.request.urlopen(f"{base_url}/readyz", timeout=5):  # noqa: S310 - always http, made here
+                return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{base_url}/readyz did not answer within {ROUTE_LIMIT_S:g} s: {error}") from error
+        time.sleep(0.2)
 
 
 async def ask(base_url: str, model: str, question: str, *, max_tokens: int = 64) -> str:
@@ -69,7 +85,7 @@ async def stream_once(session: aiohttp.ClientSession, base_url: str, body: dict[
                     seen.tokens += 1
                     reason = choice["finish_reason"] or reason
     except (aiohttp.ClientError, TimeoutError) as error:
-        seen.lost.append(f"{type(error).__name__}: {error}")
+        seen.lost.append(f"{time.strftime('%X')} {type(error).__name__}: {error}")
         return
     if reason is None:
         seen.lost.append("the stream ended without a finish reason")

@@ -101,7 +101,7 @@ def up() -> None:
     console.print(f"[bold]▸ POST {url}/v1/chat/completions[/bold]\n  {QUESTION}")
     answer = asyncio.run(ask(url, name, QUESTION))
     console.print(f"  [green]{answer.strip()}[/green]")
-    console.print(client.run("get", "llmdeployment", name, "-o", "wide").rstrip())
+    console.print(client.run("get", "llmdeployment", name).rstrip(), soft_wrap=True)
     show(client.get("llmdeployment", name) or {})
     console.print(
         "Try next: make demo-load · "

@@ -9,9 +9,14 @@ from typing import Any
 import pytest
 import yaml
 
+from kvpilot_operator.core.api_types import parse_spec
+from kvpilot_operator.core.keys import NamespacedName
+from kvpilot_operator.core.naming import Owner
+from kvpilot_operator.core.pod_template import build_pod_template
 from kvpilot_operator.core.rights import RIGHTS
 from kvpilot_operator.settings import OperatorSettings
 from kvpilot_tools.chart import helm_binary, render
+from kvpilot_tools.manifests import example
 from kvpilot_tools.repository import CHART
 
 SCENARIOS = sorted((CHART / "ci").glob("*-values.yaml"))
@@ -122,3 +127,29 @@ def test_the_operator_understands_every_setting_of_the_chart(helm: Path) -> None
         assert ports == {"health": settings.health_bind_port, "metrics": settings.metrics_bind_port}
         assert settings.default_engine_image
         assert settings.lease_namespace == "kvpilot-system"
+
+
+MONITORED = ("--set", "podMonitor.enabled=true", "--api-versions", "monitoring.coreos.com/v1/PodMonitor")
+
+
+def test_the_podmonitor_selects_what_the_operator_builds(helm: Path) -> None:
+    monitor = only(rendered(helm, CHART / "ci" / "default-values.yaml", *MONITORED), "PodMonitor")["spec"]
+    manifest = parse_spec({**example(), "metadata": {"name": "m", "namespace": "n", "uid": "u"}})
+    owner = Owner(NamespacedName("n", "m"), "u")
+    pod = build_pod_template(manifest, owner, image="engine:1")
+    assert monitor["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    assert set(monitor["podTargetLabels"]) <= set(pod["metadata"]["labels"])
+    ports = {port["name"] for container in pod["spec"]["containers"] for port in container.get("ports", [])}
+    assert {endpoint["port"] for endpoint in monitor["podMetricsEndpoints"]} <= ports
+    assert {endpoint["path"] for endpoint in monitor["podMetricsEndpoints"]} == {"/metrics"}
+
+
+def test_a_podmonitor_without_its_crd_is_refused_with_a_reason(helm: Path) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as failed:
+        rendered(helm, CHART / "ci" / "default-values.yaml", "--set", "podMonitor.enabled=true")
+    assert "Prometheus operator" in failed.value.stderr
+
+
+def test_the_podmonitor_stays_in_the_served_namespaces(helm: Path) -> None:
+    monitor = only(rendered(helm, CHART / "ci" / "namespaced-values.yaml", *MONITORED), "PodMonitor")["spec"]
+    assert monitor["namespaceSelector"] == {"matchNames": ["team-a", "team-b"]}

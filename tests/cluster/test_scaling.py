@@ -14,14 +14,14 @@ from kvpilot_tools.traffic import Outcomes, drive
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
-PRESSURE = {
-    # A small pool (some 3,000 tokens): a few requests fill it, so that the signal is KV use and not only the queue.
+PRESSURE: dict[str, Any] = {
+    # A small pool (some 3,000 tokens): a few requests fill it, and the queue is no signal here, so that KV use alone must drive it.
     "resources": {"requests": {"memory": "1400Mi"}, "limits": {"memory": "1400Mi"}},
     "engine": {"maxModelLen": 512, "maxNumSeqs": 8},
     "scaling": {
         "minReplicas": 1,
         "maxReplicas": 2,
-        "targets": {"kvUsage": 0.5, "waitingPerReplica": 2},
+        "targets": {"kvUsage": 0.3, "waitingPerReplica": 100},
         "scaleDownStabilizationSeconds": 20,
     },
 }
@@ -70,7 +70,8 @@ def test_load_scales_up_and_back_without_losing_a_request(
     ups = [d for d in decisions(item()) if d["to"] > d["from"]]
     assert ups
     assert ups[0]["message"]
-    assert ups[0]["inputs"]
+    assert ups[0]["reason"] == "KVPressure"
+    assert ups[0]["inputs"]["kvUsage"] > PRESSURE["scaling"]["targets"]["kvUsage"]
 
     back = wait_for(
         lambda: (

@@ -15,7 +15,7 @@ from kvpilot_tools.traffic import Outcomes, drive
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 PRESSURE: dict[str, Any] = {
-    # A small pool (some 3,000 tokens): a few requests fill it, and the queue is no signal here, so that KV use alone must drive it.
+    # A small pool (some 3,000 tokens), and a queue target out of reach: KV use alone must drive it.
     "resources": {"requests": {"memory": "1400Mi"}, "limits": {"memory": "1400Mi"}},
     "engine": {"maxModelLen": 512, "maxNumSeqs": 8},
     "scaling": {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvpilot_engine.core.grammar import GrammarSpec
 from kvpilot_engine.core.ids import RequestId, TokenId
 from kvpilot_engine.core.sampling_params import SamplingParams
 from kvpilot_engine.errors import InvalidRequestError
@@ -18,6 +19,10 @@ class GenerationRequest:
     sampling: SamplingParams
     choice: int = 0
     """Index among the choices of one API call; part of the sampling key."""
+    priority: int = 0
+    """Lower is served first; among equals the earlier one. May be negative."""
+    grammar: GrammarSpec | None = None
+    """What the output must match; None: anything."""
     cache_salt: str = ""
     """Requests with different salts never share cached blocks."""
 

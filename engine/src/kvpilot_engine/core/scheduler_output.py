@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
+from kvpilot_engine.core.grammar import TokenMask
 from kvpilot_engine.core.ids import BlockId, RequestId, TokenId
 from kvpilot_engine.core.sampling_params import SamplingParams
+from kvpilot_engine.core.token_logprobs import TokenLogprobs
 
 
 class FinishReason(StrEnum):
@@ -37,6 +39,17 @@ class ScheduledSequence:
     choice: int
     samples: bool
     """True when the last of token_ids is the last known token, so that this step yields the next one."""
+    history: tuple[TokenId, ...] = ()
+    """All tokens of the sequence when sampling.needs_history and samples; else empty."""
+    num_prompt_tokens: int = 0
+    """How many of the sequence's tokens are its prompt."""
+    num_output_tokens: int = 0
+    """How many were generated before this step."""
+    token_mask: TokenMask | None = None
+    """The tokens that its grammar allows next; None: all."""
+    prompt_targets: tuple[TokenId, ...] = ()
+    """The prompt tokens that follow the first len(prompt_targets) of token_ids, when their log-probabilities are
+    wanted (sampling.prompt_logprobs) and were not reported before; else empty."""
 
     @property
     def end_position(self) -> int:
@@ -70,9 +83,15 @@ class SchedulerOutput:
 
 @dataclass(frozen=True, slots=True)
 class ModelRunnerOutput:
-    """The sampled token of each scheduled sequence with samples=True."""
+    """The sampled token of each scheduled sequence with samples=True, and the log-probabilities that were asked for."""
 
     sampled: Mapping[RequestId, TokenId]
+    logprobs: Mapping[RequestId, TokenLogprobs] = field(default_factory=dict)
+    """Of the sampled tokens, for sequences with sampling.logprobs."""
+    prompt_logprobs: Mapping[RequestId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    """One entry per prompt target."""
+    failed: Mapping[RequestId, str] = field(default_factory=dict)
+    """Sequences whose own logits are unusable (not finite), with the reason: they end, the others go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,3 +107,7 @@ class SequenceOutput:
     num_output_tokens: int = 0
     message: str = ""
     """For people, when finish_reason is ERROR."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One per new token, when they were asked for."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """News of the prompt's log-probabilities in order; all of them, joined, are one per prompt token but the first."""

@@ -7,114 +7,56 @@ ModelNotFoundError whose reason says whether access or the model is what is miss
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
 
 from kvpilot_engine.errors import ModelNotFoundError
-
-ACCESS_DENIED = "ModelAccessDenied"
+from kvpilot_engine.models.checkpoint_files import choose_gguf
+from kvpilot_engine.models.hub import HubReference, download
 
 _HUB_PREFIX = "hf://"
 _FILE_PREFIX = "file://"
-_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_WANTED_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model", "*.txt")
-_GGUF_FILES = ("*.gguf",)
-
-
-@dataclass(frozen=True, slots=True)
-class HubReference:
-    repository: str
-    revision: str | None = None
+_REPOSITORY = r"(?P<repository>[A-Za-z0-9][\w.-]*/[\w.-]+)(?::(?P<variant>[\w.-]+))?"
+_HUB_SOURCE = re.compile(_REPOSITORY + r"(?:@(?P<revision>[\w./-]+))?")
+_BARE_NAME = re.compile(_REPOSITORY)
 
 
 def parse_source(source: str) -> Path | HubReference:
-    """hf://REPO[@REVISION], file:///PATH, a local path, or REPO/NAME of the hub where no such path exists."""
+    """hf://REPO[:VARIANT][@REVISION], file:///PATH, a local path, or REPO[:VARIANT] where no such path exists."""
     if source.startswith(_FILE_PREFIX):
         return Path(unquote(source.removeprefix(_FILE_PREFIX)))
     if source.startswith(_HUB_PREFIX):
-        repository, _, revision = source.removeprefix(_HUB_PREFIX).partition("@")
-        if not _REPOSITORY.fullmatch(repository):
+        match = _HUB_SOURCE.fullmatch(source.removeprefix(_HUB_PREFIX))
+        if match is None:
             raise ModelNotFoundError(
-                f"{source} names no repository; it must be hf://OWNER/NAME or hf://OWNER/NAME@REVISION"
+                f"{source} names no repository; it must be hf://OWNER/NAME[:VARIANT][@REVISION], "
+                "such as hf://owner/model, hf://owner/model@main or hf://owner/model-GGUF:Q4_K_M"
             )
-        return HubReference(repository, revision or None)
+        return HubReference(match["repository"], revision=match["revision"], variant=match["variant"])
     path = Path(source)
-    if path.exists() or not _REPOSITORY.fullmatch(source):
+    match = _BARE_NAME.fullmatch(source)
+    if path.exists() or match is None:
         return path
-    return HubReference(source)
+    return HubReference(match["repository"], variant=match["variant"])
 
 
 def resolve_model(source: str, *, revision: str | None = None, cache_dir: Path | None = None) -> Path:
-    """The local file or folder of a model; downloads from the hub (resuming, with progress on stderr) where needed.
+    """The local file or folder of a model; downloads from the hub (resuming, with progress in the log) where needed.
 
     `revision` is used where the source names none. A model that is in the cache already starts without the network.
     """
     found = parse_source(source)
     if isinstance(found, HubReference):
-        return _download(found, found.revision or revision, cache_dir)
+        folder, variant = download(found, found.revision or revision, cache_dir), found.variant
+        return find_checkpoint(folder, variant=variant)
     if not found.exists():
         raise ModelNotFoundError(f"{found} does not exist")
     return find_checkpoint(found)
 
 
-def find_checkpoint(path: Path) -> Path:
-    """The GGUF file of a folder that holds exactly one and no config.json; any other path as it is."""
-    if path.is_dir() and not (path / "config.json").is_file():
-        files = sorted(path.glob("*.gguf"))
-        if len(files) != 1:
-            names = ", ".join(file.name for file in files) or "none"
-            raise ModelNotFoundError(f"{path} holds neither config.json nor exactly one .gguf file (found: {names})")
-        return files[0]
-    return path
-
-
-def _download(reference: HubReference, revision: str | None, cache_dir: Path | None) -> Path:
-    # imported here: a second of imports that local models don't need
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is the transport's own
-        GatedRepoError,
-        HfHubHTTPError,
-        HTTPError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    name = reference.repository + (f"@{revision}" if revision else "")
-    try:
-        folder = Path(
-            snapshot_download(
-                reference.repository,
-                revision=revision,
-                cache_dir=cache_dir,
-                allow_patterns=[*_WANTED_FILES, *_GGUF_FILES],
-            )
-        )
-    except GatedRepoError as error:
-        raise _access_denied(f"access to {name} has to be granted on the hub, to the owner of the token") from error
-    except RevisionNotFoundError as error:
-        raise ModelNotFoundError(f"{reference.repository} has no revision {revision}") from error
-    except RepositoryNotFoundError as error:
-        # the hub answers the same for a private repository without a valid token
-        raise _access_denied(f"{name} does not exist, or the token (HF_TOKEN) gives no access to it") from error
-    except HfHubHTTPError as error:
-        status = error.response.status_code
-        if status in (401, 403):
-            raise _access_denied(
-                f"the hub refused access to {name} (HTTP {status}); check the token (HF_TOKEN)"
-            ) from error
-        raise ModelNotFoundError(f"the hub answered HTTP {status} for {name}") from error
-    except (LocalEntryNotFoundError, HTTPError, OSError) as error:
-        # without a cached copy the hub's library wraps what the server said
-        cause = error.__cause__
-        if isinstance(cause, HfHubHTTPError) and cause.response.status_code in (401, 403):
-            raise _access_denied(f"the hub refused access to {name} (HTTP {cause.response.status_code})") from error
-        raise ModelNotFoundError(f"{name} is not in the cache and could not be downloaded: {error}") from error
-    return find_checkpoint(folder)
-
-
-def _access_denied(message: str) -> ModelNotFoundError:
-    error = ModelNotFoundError(message)
-    error.reason = ACCESS_DENIED
-    return error
+def find_checkpoint(path: Path, *, variant: str | None = None) -> Path:
+    """The GGUF file of a folder (the first part of a split one); a Hugging Face folder or a file as it is."""
+    if not path.is_dir() or (variant is None and (path / "config.json").is_file()):
+        return path
+    names = [file.relative_to(path).as_posix() for file in path.rglob("*.gguf")]
+    return path / choose_gguf(names, variant=variant, origin=str(path))[0]

@@ -129,7 +129,7 @@ HONOURED: tuple[Flag, ...] = (
         group=_MODEL,
         metavar="MODEL",
         parse=parse_text,
-        text="GGUF file, model folder, hf://REPO[@REVISION] or file:///PATH; also the word after `serve`",
+        text="GGUF file, model folder, hf://REPO[:VARIANT][@REVISION] or file:///PATH; also the word after `serve`",
     ),
     Flag(
         name="served-model-name",

@@ -22,7 +22,12 @@ Case = tuple[str, dict[str, Any], str, str]
 BAD_SPECS: list[Case] = [
     ("no source", {"model": {"source": None}}, "spec.model.source", "Required value"),
     ("empty source", {"model": {"source": ""}}, "spec.model.source", "at least 1 chars"),
-    ("unknown scheme", {"model": {"source": "s3://bucket/model"}}, "spec.model.source", "hf://OWNER/NAME[@REVISION]"),
+    (
+        "unknown scheme",
+        {"model": {"source": "s3://bucket/model"}},
+        "spec.model.source",
+        "hf://OWNER/NAME[:VARIANT][@REVISION]",
+    ),
     ("plain repo", {"model": {"source": "meta-llama/Llama"}}, "spec.model.source", "pvc://CLAIM/PATH"),
     ("repo without owner", {"model": {"source": "hf://gpt2"}}, "spec.model.source", "hf://OWNER/NAME"),
     ("relative file", {"model": {"source": "file://model"}}, "spec.model.source", "file:///PATH"),
@@ -160,6 +165,7 @@ BAD_SPECS: list[Case] = [
 GOOD_SPECS: list[tuple[str, dict[str, Any]]] = [
     ("only a model", {}),
     ("hub revision", {"model": {"source": "hf://meta-llama/Llama-3.1-8B@refs/pr/1"}}),
+    ("hub variant", {"model": {"source": "hf://owner/model-GGUF:Q4_K_M@v1"}}),
     ("claim", {"model": {"source": "pvc://models/llama/8b.gguf"}}),
     ("tuning off above max", {"memory": {"utilization": 0.99, "tuning": {"mode": "Disabled"}}}),
     ("share at both bounds", {"memory": {"utilization": 0.9, "tuning": {"min": 0.9, "max": 0.9}}}),

@@ -13,6 +13,7 @@ from kvpilot_operator.errors import InvalidSpecError
     [
         ("hf://meta-llama/Llama-3.1-8B", ModelSource(model="hf://meta-llama/Llama-3.1-8B")),
         ("hf://a/b@refs/pr/1", ModelSource(model="hf://a/b@refs/pr/1")),
+        ("hf://a/b-GGUF:Q4_K_M@v1", ModelSource(model="hf://a/b-GGUF:Q4_K_M@v1")),
         ("pvc://claim/dir/m.gguf", ModelSource(model="/var/lib/kvpilot/model/dir/m.gguf", claim="claim")),
         ("file:///opt/m.gguf", ModelSource(model="/opt/m.gguf")),
     ],
@@ -33,6 +34,7 @@ def test_source_is_taken_apart(source: str, expected: ModelSource) -> None:
             "hf://gpt2",
             "hf://a/b/c",
             "hf://a@",
+            "hf://a/b:@v1",
             "hf://--flag",
             "hf://a/b@v1\n--port",
         ),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvpilot_operator.core.naming import MODEL_DIR
 from kvpilot_operator.errors import InvalidSpecError
 
-_HUB = re.compile(r"hf://[A-Za-z0-9][\w.-]*/[\w.-]+(?:@[A-Za-z0-9][\w./-]*)?")
+_HUB = re.compile(r"hf://[A-Za-z0-9][\w.-]*/[\w.-]+(?::[\w.-]+)?(?:@[A-Za-z0-9][\w./-]*)?")
 _CLAIM = re.compile(r"pvc://(?P<claim>[a-z0-9](?:[-a-z0-9.]*[a-z0-9])?)/(?P<path>[^/].*)")
 _FILE = re.compile(r"file://(?P<path>/[^/].*)")
 
@@ -32,5 +32,5 @@ def parse_model_source(source: str) -> ModelSource:
     if match := _FILE.fullmatch(source):
         return ModelSource(model=match["path"])
     raise InvalidSpecError(
-        f"spec.model.source must be hf://OWNER/NAME[@REVISION], pvc://CLAIM/PATH or file:///PATH, is {source!r}"
+        f"spec.model.source must be hf://OWNER/NAME[:VARIANT][@REVISION], pvc://CLAIM/PATH or file:///PATH, is {source!r}"
     )

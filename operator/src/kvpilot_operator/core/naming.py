@@ -33,7 +33,7 @@ ANNOTATION_ACCEPT_UPDATE = "kvpilot.dev/accept-update"
 ANNOTATION_PAUSED = "kvpilot.dev/paused"
 ANNOTATION_SCHEMA_VERSION = "kvpilot.dev/schema-version"
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """The version of `crds/llmdeployments.yaml` that this operator reads and writes."""
 
 CONTAINER_ENGINE = "engine"

@@ -14,6 +14,7 @@ from kvpilot_engine.core.ids import TokenId
 from kvpilot_engine.errors import SettingsError
 from kvpilot_engine.text.gguf_tokenizer import PRE_TOKENIZERS, build_gguf_tokenizer
 from kvpilot_engine.text.model_text import ModelText
+from kvpilot_engine.text.tokenizer import Tokenizer
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 
@@ -31,6 +32,11 @@ def pre_types() -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def smollm2() -> dict[str, Any]:
     return _read_fixture("smollm2-tokenizer.json.gz")
+
+
+@pytest.fixture(scope="session")
+def sentencepiece() -> dict[str, Any]:
+    return _read_fixture("sentencepiece.json.gz")
 
 
 def _make_metadata(**changes: object) -> dict[str, object]:
@@ -66,6 +72,33 @@ def test_pre_tokenizers_cut_where_llama_cpp_cuts(pre: str, pre_types: dict[str, 
     assert differing == []
 
 
+@pytest.mark.parametrize("space", ["space", "no space"])
+def test_a_sentencepiece_vocabulary_tokenizes_like_llama_cpp(space: str, sentencepiece: dict[str, Any]) -> None:
+    tokenizer = _build_sentencepiece(sentencepiece, add_space_prefix=space == "space")
+    cases = list(zip(sentencepiece["strings"], sentencepiece["ids"][space], strict=True))
+    assert len(cases) >= 1500
+    assert [text for text, (_, parsed) in cases if tokenizer.encode(text, specials_as_text=False) != parsed] == []
+    as_text = [(text, tokenizer.encode(text, specials_as_text=True), plain) for text, (plain, _) in cases]
+    # llama.cpp joins the letters of a control token to that token even when it was told that they are text
+    harmless = [case for case in as_text if "<s>" not in case[0] and "</s>" not in case[0]]
+    assert [text for text, ids, plain in harmless if ids != plain] == []
+    assert len(harmless) < len(as_text)
+    assert not any(tokenizer.special_ids & set(ids) for _, ids, _ in as_text)
+
+
+def test_a_sentencepiece_text_comes_back_without_the_space_that_was_put_before_it(
+    sentencepiece: dict[str, Any],
+) -> None:
+    tokenizer = _build_sentencepiece(sentencepiece, add_space_prefix=True)
+    for text in ("two words", "ein Wörterbuch: 字典 🙂", "[user] in the middle [user]"):
+        assert tokenizer.decode(tokenizer.encode(text, specials_as_text=True)).replace("  ", " ").strip() == text
+
+
+def _build_sentencepiece(fixture: dict[str, Any], **changes: object) -> Tokenizer:
+    vocabulary = {key: fixture[key] for key in ("tokens", "token_type", "scores")}
+    return build_gguf_tokenizer(_make_metadata(model="llama", **vocabulary, **changes), Path("x.gguf"))
+
+
 @pytest.mark.model
 def test_the_real_model_tokenizes_like_llama_cpp(smollm2: dict[str, Any], smollm2_text: ModelText) -> None:
     tokenizer = smollm2_text.tokenizer
@@ -91,7 +124,9 @@ def test_the_real_model_has_the_tokens_of_llama_cpp(smollm2: dict[str, Any], smo
     [
         ({"pre": "brand-new-bpe"}, "'brand-new-bpe'"),
         ({"pre": None}, "tokenizer.ggml.pre is None"),
-        ({"model": "llama"}, "'llama'"),
+        ({"model": "t5"}, "'t5'"),
+        ({"model": "llama"}, "tokenizer.ggml.scores"),
+        ({"model": "llama", "scores": [0.0]}, "tokenizer.ggml.scores has 1 entries, tokens 7"),
         ({"tokens": None}, "tokenizer.ggml.tokens"),
         ({"merges": [1]}, "tokenizer.ggml.merges"),
         ({"token_type": [1]}, "tokenizer.ggml.token_type"),

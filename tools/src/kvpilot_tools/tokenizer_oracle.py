@@ -5,10 +5,12 @@ llama-cpp-python is no dependency of the project; to make the fixtures anew, in 
     pip install llama-cpp-python==0.3.36
     python -m kvpilot_tools.tokenizer_oracle model MODEL.gguf tests/engine/fixtures/smollm2-tokenizer.json.gz
     python -m kvpilot_tools.tokenizer_oracle pre-types tests/engine/fixtures/pre-tokenizers.json.gz
+    python -m kvpilot_tools.tokenizer_oracle sentencepiece tests/engine/fixtures/sentencepiece.json.gz
 
 `model` takes a real model's vocabulary: for each string the ids with control tokens as text and, where they differ,
 with control tokens parsed. `pre-types` takes a vocabulary made for the purpose, whose merges cross every border that a
-pre-tokenizer can draw, so that the ids show where it drew them. Both need what kvpilot-engine depends on.
+pre-tokenizer can draw, so that the ids show where it drew them. `sentencepiece` takes another made-up vocabulary, with
+scores instead of merges, and both ways to treat the space before a text. All need what kvpilot-engine depends on.
 """
 
 from __future__ import annotations
@@ -45,8 +47,12 @@ def main() -> None:
     model.add_argument("model", type=Path, help="GGUF file")
     model.add_argument("output", type=Path, help="fixture to write (.json.gz)")
     commands.add_parser("pre-types").add_argument("output", type=Path, help="fixture to write (.json.gz)")
+    commands.add_parser("sentencepiece").add_argument("output", type=Path, help="fixture to write (.json.gz)")
     arguments = parser.parse_args()
-    fixture = build_model_fixture(arguments.model) if arguments.command == "model" else build_pre_type_fixture()
+    if arguments.command == "model":
+        fixture = build_model_fixture(arguments.model)
+    else:
+        fixture = build_pre_type_fixture() if arguments.command == "pre-types" else build_sentencepiece_fixture()
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_bytes(gzip.compress(json.dumps(fixture, separators=(",", ":")).encode(), mtime=0))
     print(f"{arguments.output}: {arguments.output.stat().st_size} bytes")
@@ -86,6 +92,56 @@ def build_pre_type_fixture() -> dict[str, Any]:
     return {"source": _name_source(), "tokens": tokens, "merges": merges, "strings": strings, "ids": ids_by_type}
 
 
+def build_sentencepiece_fixture() -> dict[str, Any]:
+    """Tokenize every string with a SentencePiece vocabulary, with and without a space before the text."""
+    specials = ["<s>", "</s>"]
+    strings = build_strings(specials)
+    tokens, types = _train_sentencepiece_vocabulary(strings, specials)
+    scores = [0.0 if kind != gguf.TokenType.NORMAL else -float(i) for i, kind in enumerate(types)]
+    cases: dict[str, list[list[Any]]] = {}
+    for adds_space in (True, False):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "vocabulary.gguf"
+            writer = gguf.GGUFWriter(path, "llama")
+            writer.add_tokenizer_model("llama")
+            writer.add_token_list(tokens)
+            writer.add_token_scores(scores)
+            writer.add_token_types(types)
+            writer.add_add_space_prefix(adds_space)
+            _finish(writer)
+            llama = _load(path)
+            cases["space" if adds_space else "no space"] = [
+                [_tokenize(llama, text, parse_special=False), _tokenize(llama, text, parse_special=True)]
+                for text in strings
+            ]
+    return {
+        "source": _name_source(),
+        "tokens": tokens,
+        "token_type": [int(kind) for kind in types],
+        "scores": scores,
+        "strings": strings,
+        "ids": cases,
+    }
+
+
+def _train_sentencepiece_vocabulary(strings: list[str], specials: list[str]) -> tuple[list[str], list[gguf.TokenType]]:
+    """Control tokens, all bytes, one user-defined token, then pieces in falling order of score."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    trainer = trainers.BpeTrainer(
+        vocab_size=_CROSSING_VOCAB_SIZE, limit_alphabet=300, max_token_length=16, show_progress=False
+    )
+    tokenizer.train_from_iterator([f" {text}".replace(" ", "▁") for text in strings], trainer)
+    vocabulary = tokenizer.get_vocab()
+    # an alphabet comes first in training; SentencePiece gives single characters the lowest scores
+    pieces = sorted(vocabulary, key=lambda piece: (len(piece) == 1, vocabulary[piece]))
+    tokens = ["<unk>", *specials, *(f"<0x{byte:02X}>" for byte in range(256)), "[user]"]
+    pieces = [piece for piece in pieces if piece not in tokens and not any(text in piece for text in specials)]
+    tokens += pieces
+    types = [gguf.TokenType.UNKNOWN, *[gguf.TokenType.CONTROL] * len(specials), *[gguf.TokenType.BYTE] * 256]
+    types += [gguf.TokenType.USER_DEFINED, *[gguf.TokenType.NORMAL] * len(pieces)]
+    return tokens, types
+
+
 def _train_crossing_vocabulary(strings: list[str]) -> tuple[list[str], list[str]]:
     """Train without borders, so that tokens hold digits with letters, spaces with words, and so on."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
@@ -109,6 +165,10 @@ def _write_vocabulary(path: Path, pre_type: str, tokens: list[str], merges: list
     writer.add_token_list(tokens)
     writer.add_token_types([gguf.TokenType.NORMAL] * len(tokens))
     writer.add_token_merges(merges)
+    _finish(writer)
+
+
+def _finish(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -2,13 +2,13 @@
 
 GGUF names a pre-tokenizer by one word (`tokenizer.ggml.pre`), whose meaning is only in llama.cpp's source. Guessing it
 changes tokens silently, so each word has one entry here, compared with llama.cpp on a stress list, and an unknown one
-is an error. Not here: `tokenizer.ggml.model` other than `gpt2` (byte-level BPE).
+is an error. SentencePiece vocabularies need no such word. Not here: the other values of `tokenizer.ggml.model`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,11 +19,12 @@ from tokenizers.pre_tokenizers import ByteLevel, PreTokenizer, Split
 
 from kvpilot_engine.core.ids import TokenId
 from kvpilot_engine.errors import SettingsError
-from kvpilot_engine.text.byte_level import byte_level_bytes
+from kvpilot_engine.text.byte_level import byte_level_bytes, sentencepiece_bytes
+from kvpilot_engine.text.gguf_sentencepiece import build_sentencepiece_backend
 from kvpilot_engine.text.tokenizer import Tokenizer, TokenizerPolicy
 
 T = TypeVar("T")
-_CONTROL, _USER_DEFINED = 3, 4
+_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,21 +74,29 @@ _KNOWN_END_TEXTS = (
 def build_gguf_tokenizer(metadata: Mapping[str, object], path: Path) -> Tokenizer:
     """Build the tokenizer; `path` only names the file in errors."""
     model = metadata.get("tokenizer.ggml.model")
-    if model != "gpt2":
-        raise SettingsError(
-            [f"model {path}: tokenizer.ggml.model is {model!r}; only 'gpt2' (byte-level BPE) can be built from GGUF"]
-        )
+    tokens = _get_list(metadata, "tokenizer.ggml.tokens", str, path)
+    types = _get_list(metadata, "tokenizer.ggml.token_type", int, path)
+    if len(types) != len(tokens):
+        raise SettingsError([f"model {path}: tokenizer.ggml.token_type has {len(types)} entries, tokens {len(tokens)}"])
+    if model == "gpt2":
+        return _build_byte_level(metadata, tokens, types, path)
+    if model == "llama":
+        return _build_sentencepiece(metadata, tokens, types, path)
+    raise SettingsError(
+        [
+            f"model {path}: tokenizer.ggml.model is {model!r}; 'gpt2' (byte-level BPE) and 'llama' (SentencePiece BPE) "
+            "can be built from GGUF"
+        ]
+    )
+
+
+def _build_byte_level(metadata: Mapping[str, object], tokens: list[str], types: list[int], path: Path) -> Tokenizer:
     pre = metadata.get("tokenizer.ggml.pre")
     if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
         raise SettingsError(
             [f"model {path}: tokenizer.ggml.pre is {pre!r}; known are {', '.join(sorted(PRE_TOKENIZERS))}"]
         )
-    tokens = _get_list(metadata, "tokenizer.ggml.tokens", str, path)
-    types = _get_list(metadata, "tokenizer.ggml.token_type", int, path)
     merges = [_split_merge(merge) for merge in _get_list(metadata, "tokenizer.ggml.merges", str, path)]
-
-    if len(types) != len(tokens):
-        raise SettingsError([f"model {path}: tokenizer.ggml.token_type has {len(types)} entries, tokens {len(tokens)}"])
     kind = PRE_TOKENIZERS[pre]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     try:
@@ -95,18 +104,42 @@ def build_gguf_tokenizer(metadata: Mapping[str, object], path: Path) -> Tokenize
     except Exception as error:  # the library raises nothing narrower
         raise SettingsError([f"model {path}: tokenizer.ggml.merges do not fit the tokens: {error}"]) from error
     backend.pre_tokenizer = kind.build()
+    _add_specials(backend, tokens, types)
+    policy = _read_policy(metadata, tokens, types, adds_bos=kind.adds_bos)
+    return Tokenizer(backend, to_bytes=byte_level_bytes, policy=policy)
+
+
+def _build_sentencepiece(metadata: Mapping[str, object], tokens: list[str], types: list[int], path: Path) -> Tokenizer:
+    scores = _get_list(metadata, "tokenizer.ggml.scores", float, path)
+    if len(scores) != len(tokens):
+        raise SettingsError([f"model {path}: tokenizer.ggml.scores has {len(scores)} entries, tokens {len(tokens)}"])
+    adds_space = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == _UNKNOWN), None)
+    backend = build_sentencepiece_backend(
+        tokens,
+        scores,
+        joinable=[kind not in (_UNKNOWN, _CONTROL, _BYTE) for kind in types],
+        unknown=unknown,
+        adds_space=adds_space,
+    )
+    _add_specials(backend, tokens, types)
+    policy = _read_policy(metadata, tokens, types, adds_bos=True)
+    policy = replace(policy, drops_leading_space=adds_space)
+    return Tokenizer(backend, to_bytes=sentencepiece_bytes, policy=policy)
+
+
+def _add_specials(backend: tokenizers.Tokenizer, tokens: list[str], types: list[int]) -> None:
     backend.add_tokens(
         [
-            tokenizers.AddedToken(token, special=token_type == _CONTROL, normalized=False)
-            for token, token_type in zip(tokens, types, strict=True)
-            if token_type in (_CONTROL, _USER_DEFINED)
+            tokenizers.AddedToken(token, special=kind == _CONTROL, normalized=False)
+            for token, kind in zip(tokens, types, strict=True)
+            if kind in (_CONTROL, _USER_DEFINED)
         ]
     )
-    return Tokenizer(backend, to_bytes=byte_level_bytes, policy=_read_policy(metadata, tokens, types, kind))
 
 
 def _read_policy(
-    metadata: Mapping[str, object], tokens: list[str], types: list[int], kind: PreTokenizerKind
+    metadata: Mapping[str, object], tokens: list[str], types: list[int], *, adds_bos: bool
 ) -> TokenizerPolicy:
     def get_id(name: str) -> TokenId | None:
         value = metadata.get(f"tokenizer.ggml.{name}_token_id")
@@ -123,7 +156,7 @@ def _read_policy(
     return TokenizerPolicy(
         bos_id=bos_id,
         eos_id=get_id("eos"),
-        adds_bos=bos_id is not None and bool(metadata.get("tokenizer.ggml.add_bos_token", kind.adds_bos)),
+        adds_bos=bos_id is not None and bool(metadata.get("tokenizer.ggml.add_bos_token", adds_bos)),
         end_ids=frozenset(known_ends | stated_ends),
         named_specials={name: tokens[i] for name, i in by_name.items() if i is not None},
     )

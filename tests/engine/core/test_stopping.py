@@ -26,3 +26,15 @@ def test_reason_to_end(output: list[int], ignore_eos: bool, expected: FinishReas
     sequence = make_sequence(request)
     sequence.token_ids.extend(TokenId(token) for token in output)
     assert check_stop(sequence) is expected
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [([2], None), ([5, 2], None), ([5, 6, 2], FinishReason.STOP), ([2, 2, 2, 5], FinishReason.LENGTH)],
+)
+def test_a_stop_token_among_the_first_min_tokens_does_not_stop(
+    output: list[int], expected: FinishReason | None
+) -> None:
+    sequence = make_sequence(make_request(max_tokens=4, stop_token_ids=(2,), min_tokens=2))
+    sequence.token_ids.extend(TokenId(token) for token in output)
+    assert check_stop(sequence) is expected

@@ -9,6 +9,7 @@ from step() or from abort().
 from __future__ import annotations
 
 from kvpilot_engine.core.capacity import ResizeResult, ResizeState
+from kvpilot_engine.core.grammar import ConstraintCompiler, TokenConstraint
 from kvpilot_engine.core.ids import RequestId
 from kvpilot_engine.core.kv_cache_manager import KVCacheManager
 from kvpilot_engine.core.ports import ModelRunner
@@ -40,12 +41,15 @@ class EngineCore:
         cache: CacheSettings,
         scheduler: SchedulerSettings,
         model: str,
+        constraints: ConstraintCompiler | None = None,
     ) -> None:
         """`num_blocks`: what the storage holds without the null block, so block ids are 0..num_blocks.
 
         `model` names all that cached values depend on besides tokens: it keeps prefixes of different models apart.
+        Without `constraints` a request with a grammar is refused.
         """
         self._runner = runner
+        self._constraints = constraints
         self._settings = scheduler
         self._kv_cache = KVCacheManager(cache, num_blocks=num_blocks, model=model)
         self._scheduler = Scheduler(scheduler, self._kv_cache)
@@ -70,7 +74,7 @@ class EngineCore:
         Raises NeverFitsError when prompt and max_tokens together exceed max_model_len or the whole KV cache: the
         choice is to refuse at the door (400), not to cut the answer at capacity, so that a client who asks for n
         tokens gets n or hears why not. Raises OverloadedError when the queue is full, InvalidRequestError for an id
-        that is in use.
+        that is in use and for a grammar that can't be followed.
         """
         self._check_fits(request)
         if request.request_id in self._scheduler:
@@ -80,7 +84,7 @@ class EngineCore:
                 f"{self._scheduler.num_waiting} requests are waiting; max_queue_len is {self._settings.max_queue_len}",
                 retry_after_s=RETRY_AFTER_S,
             )
-        self._scheduler.add(request)
+        self._scheduler.add(request, self._compile(request))
 
     def abort(
         self, request_id: RequestId, reason: FinishReason = FinishReason.ABORT, message: str = ""
@@ -169,6 +173,13 @@ class EngineCore:
         ended = (self._scheduler.finish(s.request_id, FinishReason.ERROR, message) for s in plan.scheduled)
         return [output for output in ended if output is not None]
 
+    def _compile(self, request: GenerationRequest) -> TokenConstraint | None:
+        if request.grammar is None:
+            return None
+        if self._constraints is None:
+            raise InvalidRequestError("this model is served without structured output", param="response_format")
+        return self._constraints.compile(request.grammar)
+
     def _check_fits(self, request: GenerationRequest) -> None:
         num_prompt_tokens = len(request.prompt_token_ids)
         max_tokens = request.sampling.max_tokens
@@ -177,10 +188,10 @@ class EngineCore:
             (self._settings.max_model_len, "max_model_len is"),
             (num_cache_tokens, "the whole KV cache holds"),
         ):
-            if num_prompt_tokens >= limit:
+            if num_prompt_tokens + min(1, max_tokens) > limit:
+                output = " and at least 1 is to be generated" if max_tokens else ""
                 raise NeverFitsError(
-                    f"the prompt has {num_prompt_tokens} tokens; with at least 1 token of output that is more than "
-                    f"{what} {limit}",
+                    f"the prompt has {num_prompt_tokens} tokens{output}; {what} {limit}",
                     param="prompt",
                 )
             if num_prompt_tokens + max_tokens > limit:

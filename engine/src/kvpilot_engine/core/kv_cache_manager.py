@@ -49,11 +49,12 @@ class KVCacheManager:
     def find_prefix(self, sequence: Sequence) -> PrefixMatch:
         """The longest cached prefix of a waiting sequence, in whole blocks.
 
-        At least one token is left to compute, or there would be nothing to sample the next token from.
+        At least one token is left to compute, or there would be nothing to sample the next token from; and every
+        token whose logits are wanted for the log-probabilities of the prompt.
         """
         if not self.caches_prefixes:
             return NO_PREFIX
-        max_blocks = (sequence.num_tokens - 1) // self.block_size
+        max_blocks = sequence.num_scored_tokens // self.block_size
         found: list[BlockId] = []
         for block_hash in self._hashes(sequence, max_blocks):
             block_id = self.pool.lookup(block_hash)
@@ -76,7 +77,7 @@ class KVCacheManager:
         one request do, then share their blocks.
         """
         num_matched = len(match.block_ids)
-        if not self.caches_prefixes or num_matched >= (sequence.num_tokens - 1) // self.block_size:
+        if not self.caches_prefixes or num_matched >= sequence.num_scored_tokens // self.block_size:
             return False
         return self._hashes(sequence, num_matched + 1)[num_matched] in self._computing
 

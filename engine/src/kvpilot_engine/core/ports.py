@@ -13,6 +13,7 @@ class ModelRunner(Protocol):
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Write the planned tokens' keys and values and sample where asked.
 
+        A sequence whose own logits are unusable is named in `failed`, and the others get their tokens.
         Raises DeviceOutOfMemoryError (nothing the plan reserved is committed then) or ModelExecutionError.
         """
         ...

@@ -17,15 +17,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvpilot_engine.core.counters import Counters
-from kvpilot_engine.core.ids import RequestId
+from kvpilot_engine.core.grammar import TokenConstraint, TokenMask
+from kvpilot_engine.core.ids import RequestId, TokenId
 from kvpilot_engine.core.kv_cache_manager import KVCacheManager, PrefixMatch
 from kvpilot_engine.core.preemption import choose_victim
 from kvpilot_engine.core.request import GenerationRequest
+from kvpilot_engine.core.reservation import Reservation, check_complete, count_next_tokens
 from kvpilot_engine.core.scheduler_output import (
     FinishReason,
     ModelRunnerOutput,
     Preemption,
-    ScheduledSequence,
     SchedulerOutput,
     SequenceOutput,
 )
@@ -41,20 +42,11 @@ blocks, this halves preemptions: enough for the sequences that end early, not so
 
 
 @dataclass(slots=True)
-class _Reservation:
-    """What one sequence got in the open plan; `num_blocks_before` is 0 for one that the plan admitted."""
-
-    sequence: Sequence
-    num_tokens: int
-    num_blocks_before: int
-
-
-@dataclass(slots=True)
 class _Planning:
     """A plan while it is made."""
 
     num_tokens_left: int
-    reservations: dict[RequestId, _Reservation] = field(default_factory=dict)
+    reservations: dict[RequestId, Reservation] = field(default_factory=dict)
     preempted: list[Preemption] = field(default_factory=list)
     rejected: list[SequenceOutput] = field(default_factory=list)
 
@@ -71,7 +63,7 @@ class Scheduler:
         """In order of admission: who came back last computes its prompt after the others' next tokens."""
         self._num_arrived = 0
         self._open_plan: SchedulerOutput | None = None
-        self._reservations: tuple[_Reservation, ...] = ()
+        self._reservations: tuple[Reservation, ...] = ()
         self.counters = Counters()
 
     @property
@@ -92,10 +84,12 @@ class Scheduler:
     def __len__(self) -> int:
         return len(self._sequences)
 
-    def add(self, request: GenerationRequest) -> None:
-        """Queue a request that the caller has checked to fit."""
+    def add(self, request: GenerationRequest, constraint: TokenConstraint | None = None) -> None:
+        """Queue a request that the caller has checked to fit. `constraint`: its grammar, at the beginning."""
         assert request.request_id not in self._sequences
-        sequence = Sequence(request, arrival=self._num_arrived, block_size=self._kv_cache.block_size)
+        sequence = Sequence(
+            request, arrival=self._num_arrived, block_size=self._kv_cache.block_size, constraint=constraint
+        )
         self._num_arrived += 1
         self._sequences[request.request_id] = sequence
         self._waiting.add(sequence)
@@ -120,9 +114,10 @@ class Scheduler:
         if not planning.preempted:
             # The preempted one is first in the queue now; a plan that takes its blocks must not bring it back.
             self._plan_waiting(planning)
+        masks = self._compute_masks(planning)
         self._kv_cache.pool.hold_out_due()
         plan = SchedulerOutput(
-            tuple(_build_scheduled(reservation) for reservation in planning.reservations.values()),
+            tuple(r.build_scheduled(masks.get(request_id)) for request_id, r in planning.reservations.items()),
             preempted=tuple(planning.preempted),
             rejected=tuple(planning.rejected),
         )
@@ -133,14 +128,12 @@ class Scheduler:
         return plan
 
     def update_from_output(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> list[SequenceOutput]:
-        """Commit an executed plan; news of every sequence that got a token.
+        """Commit an executed plan; news of every sequence that got a token, or log-probabilities of its prompt.
 
-        Raises ModelExecutionError, with nothing committed and the plan still open, when a sampled token is missing.
+        Raises ModelExecutionError, with nothing committed and the plan still open, when part of the result is missing.
         """
         assert plan is self._open_plan, "this plan is not the open one"
-        missing = [s.request_id for s in plan.scheduled if s.samples and s.request_id not in result.sampled]
-        if missing:
-            raise ModelExecutionError(f"the model runner returned no token for {', '.join(missing)}")
+        check_complete(plan, result)
         self._open_plan = None
         outputs = [
             output
@@ -188,10 +181,10 @@ class Scheduler:
                 return
             if sequence.request_id not in self._running:
                 continue  # preempted for one before it
-            num_tokens = min(sequence.num_tokens - sequence.num_computed_tokens, planning.num_tokens_left)
+            num_tokens = count_next_tokens(sequence, planning.num_tokens_left)
             num_blocks_before = len(sequence.block_table)
             if self._grow(sequence, num_tokens, planning):
-                planning.reservations[sequence.request_id] = _Reservation(sequence, num_tokens, num_blocks_before)
+                planning.reservations[sequence.request_id] = Reservation(sequence, num_tokens, num_blocks_before)
                 planning.num_tokens_left -= num_tokens
 
     def _grow(self, sequence: Sequence, num_tokens: int, planning: _Planning) -> bool:
@@ -231,8 +224,8 @@ class Scheduler:
             self._waiting.remove(sequence)
             self._kv_cache.admit(sequence, match)
             self._running[sequence.request_id] = sequence
-            num_tokens = min(sequence.num_tokens - sequence.num_computed_tokens, planning.num_tokens_left)
-            planning.reservations[sequence.request_id] = _Reservation(sequence, num_tokens, 0)
+            num_tokens = count_next_tokens(sequence, planning.num_tokens_left)
+            planning.reservations[sequence.request_id] = Reservation(sequence, num_tokens, 0)
             planning.num_tokens_left -= num_tokens
 
     def _find_room(self, sequence: Sequence) -> PrefixMatch | None:
@@ -251,32 +244,71 @@ class Scheduler:
 
     def _reject(self, sequence: Sequence, planning: _Planning) -> None:
         num_held = self._kv_cache.pool.target_blocks * self._kv_cache.block_size
-        self._end(sequence, FinishReason.ERROR)
         message = (
             f"the request needs room for {sequence.max_total_tokens} tokens, "
             f"but the KV cache was shrunk and holds {num_held}"
         )
-        planning.rejected.append(sequence.build_output((), message))
+        planning.rejected.append(self._fail(sequence, message))
 
-    def _commit(self, reservation: _Reservation, result: ModelRunnerOutput) -> SequenceOutput | None:
+    def _compute_masks(self, planning: _Planning) -> dict[RequestId, TokenMask]:
+        """What the grammars of those who sample allow next. A sequence whose grammar leads nowhere ends."""
+        masks: dict[RequestId, TokenMask] = {}
+        for request_id, reservation in tuple(planning.reservations.items()):
+            sequence = reservation.sequence
+            if sequence.constraint is None or not reservation.samples:
+                continue
+            try:
+                masks[request_id] = sequence.constraint.compute_mask()
+            except ModelExecutionError as error:
+                del planning.reservations[request_id]
+                planning.rejected.append(self._fail(sequence, str(error)))
+        return masks
+
+    def _commit(self, reservation: Reservation, result: ModelRunnerOutput) -> SequenceOutput | None:
         sequence = reservation.sequence
+        request_id = sequence.request_id
+        if request_id in result.failed:
+            return self._fail(sequence, result.failed[request_id])
         self._count(sequence, reservation.num_tokens)
         self._kv_cache.commit(sequence, reservation.num_tokens)
+        prompt_logprobs = result.prompt_logprobs.get(request_id, ())
+        sequence.num_unscored_tokens -= len(prompt_logprobs)
         if sequence.num_computed_tokens < sequence.num_tokens:
-            return None
-        token_id = result.sampled[sequence.request_id]
+            return sequence.build_output(prompt_logprobs=prompt_logprobs) if prompt_logprobs else None
+        if not sequence.generates:
+            self._end(sequence, FinishReason.LENGTH)
+            return sequence.build_output(prompt_logprobs=prompt_logprobs)
+        token_id = result.sampled[request_id]
+        message = ""
+        try:
+            reason = self._append(sequence, token_id)
+        except ModelExecutionError as error:
+            reason, message = FinishReason.ERROR, str(error)
+        if reason is not None:
+            self._end(sequence, reason)
+        logprobs = (result.logprobs[request_id],) if sequence.request.sampling.logprobs is not None else ()
+        return sequence.build_output((token_id,), message, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+
+    def _append(self, sequence: Sequence, token_id: TokenId) -> FinishReason | None:
+        """Take a sampled token; the reason to end after it. A grammar that is complete ends as a stop token does."""
+        constraint = sequence.constraint
         sequence.append_token(token_id)
         self.counters.num_generation_tokens += 1
         reason = check_stop(sequence)
-        if reason is not None:
-            self._end(sequence, reason)
-        return sequence.build_output((token_id,))
+        if constraint is None or reason is FinishReason.STOP:
+            return reason
+        constraint.accept(token_id)
+        return FinishReason.STOP if constraint.is_complete else reason
+
+    def _fail(self, sequence: Sequence, message: str) -> SequenceOutput:
+        self._end(sequence, FinishReason.ERROR)
+        return sequence.build_output((), message)
 
     def _count(self, sequence: Sequence, num_tokens: int) -> None:
         if not sequence.is_counted:
             sequence.is_counted = True
             self.counters.num_prompt_tokens += sequence.num_prompt_tokens
-            if self._kv_cache.caches_prefixes:
+            if self._kv_cache.caches_prefixes and sequence.request.sampling.prompt_logprobs is None:
                 self.counters.num_prefix_queries += sequence.num_prompt_tokens
                 self.counters.num_prefix_hits += sequence.num_cached_tokens
         start = sequence.num_computed_tokens
@@ -296,18 +328,3 @@ class Scheduler:
         self._kv_cache.free(sequence)
         sequence.finish(reason)
         self.counters.finished[reason.value] += 1
-
-
-def _build_scheduled(reservation: _Reservation) -> ScheduledSequence:
-    sequence = reservation.sequence
-    start = sequence.num_computed_tokens
-    end = start + reservation.num_tokens
-    return ScheduledSequence(
-        request_id=sequence.request_id,
-        start_position=start,
-        token_ids=tuple(sequence.token_ids[start:end]),
-        block_ids=sequence.block_table.block_ids,
-        sampling=sequence.request.sampling,
-        choice=sequence.request.choice,
-        samples=end == sequence.num_tokens,
-    )

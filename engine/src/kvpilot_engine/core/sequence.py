@@ -13,9 +13,11 @@ from __future__ import annotations
 from enum import Enum, auto
 
 from kvpilot_engine.core.block_table import BlockTable
+from kvpilot_engine.core.grammar import TokenConstraint
 from kvpilot_engine.core.ids import BlockHash, RequestId, TokenId
 from kvpilot_engine.core.request import GenerationRequest
 from kvpilot_engine.core.scheduler_output import FinishReason, SequenceOutput
+from kvpilot_engine.core.token_logprobs import TokenLogprobs
 
 
 class SequenceStatus(Enum):
@@ -33,6 +35,7 @@ class Sequence:
         "arrival",
         "block_hashes",
         "block_table",
+        "constraint",
         "finish_reason",
         "is_counted",
         "num_cached_tokens",
@@ -40,14 +43,19 @@ class Sequence:
         "num_ever_computed_tokens",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_unscored_tokens",
         "request",
         "status",
         "token_ids",
     )
 
-    def __init__(self, request: GenerationRequest, *, arrival: int, block_size: int) -> None:
+    def __init__(
+        self, request: GenerationRequest, *, arrival: int, block_size: int, constraint: TokenConstraint | None = None
+    ) -> None:
         """`arrival` orders sequences for good: lower came earlier."""
         self.request = request
+        self.constraint = constraint
+        """Where it stands in its grammar; moved by commits."""
         self.arrival = arrival
         self.token_ids: list[TokenId] = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
@@ -60,6 +68,8 @@ class Sequence:
         """The most that num_computed_tokens ever was: what lies below it is computed again, not anew."""
         self.num_cached_tokens = 0
         """Prompt tokens found in the prefix cache at first admission."""
+        self.num_unscored_tokens = 0 if request.sampling.prompt_logprobs is None else self.num_prompt_tokens - 1
+        """Prompt tokens, the last ones, whose log-probabilities are wanted and not reported yet."""
         self.num_preemptions = 0
         self.is_counted = False
         """True once its admission is in the statistics: with the first committed step."""
@@ -82,6 +92,18 @@ class Sequence:
     def max_total_tokens(self) -> int:
         """Length of the sequence if nothing but max_tokens ends it."""
         return self.num_prompt_tokens + self.request.sampling.max_tokens
+
+    @property
+    def num_scored_tokens(self) -> int:
+        """Leading tokens whose logits nobody needs any more: their keys and values may come from the prefix cache."""
+        if self.num_unscored_tokens:
+            return self.num_prompt_tokens - 1 - self.num_unscored_tokens
+        return self.num_tokens - 1
+
+    @property
+    def generates(self) -> bool:
+        """False for a request that only scores its prompt."""
+        return self.request.sampling.max_tokens > 0
 
     @property
     def is_finished(self) -> bool:
@@ -120,7 +142,14 @@ class Sequence:
         self.status = SequenceStatus.FINISHED
         self.finish_reason = reason
 
-    def build_output(self, new_token_ids: tuple[TokenId, ...], message: str = "") -> SequenceOutput:
+    def build_output(
+        self,
+        new_token_ids: tuple[TokenId, ...] = (),
+        message: str = "",
+        *,
+        logprobs: tuple[TokenLogprobs, ...] = (),
+        prompt_logprobs: tuple[TokenLogprobs, ...] = (),
+    ) -> SequenceOutput:
         """News of the sequence as it stands now."""
         return SequenceOutput(
             self.request_id,
@@ -130,4 +159,6 @@ class Sequence:
             num_cached_tokens=self.num_cached_tokens,
             num_output_tokens=self.num_output_tokens,
             message=message,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
         )

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from kvpilot_engine.core.grammar import ConstraintCompiler
 from kvpilot_engine.core.memory_report import MemoryReport
 from kvpilot_engine.core.ports import ModelRunner
 from kvpilot_engine.core.settings import CacheSettings, SchedulerSettings
@@ -61,6 +62,8 @@ class LoadedEngine:
     budget: MemoryBudget
     memory: DeviceMemory
     device_name: str = DEVICE_NAME
+    constraints: ConstraintCompiler | None = None
+    """Put in by the composition root, which alone knows the tokenizer."""
 
     @property
     def max_model_len(self) -> int:

@@ -143,6 +143,7 @@ class EngineLoop:
             cache=model.cache,
             scheduler=scheduler,
             model=model.cache_key,
+            constraints=model.constraints,
         )
         self._stopping = False
         self._oom_events: deque[OOMEvent] = deque(maxlen=KEPT_OOM_EVENTS)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from kvpilot_engine.core.grammar import ConstraintCompiler
 from kvpilot_engine.core.memory_report import MemoryReport
 from kvpilot_engine.core.ports import ModelRunner
 from kvpilot_engine.core.settings import CacheSettings, SchedulerSettings
@@ -37,6 +38,11 @@ class ServingModel(Protocol):
     @property
     def cache_key(self) -> str:
         """Names all that cached keys and values depend on besides tokens: the model's files and its arithmetic."""
+        ...
+
+    @property
+    def constraints(self) -> ConstraintCompiler | None:
+        """Makes grammars followable over this model's vocabulary; None: requests with a grammar are refused."""
         ...
 
     def usable_blocks_at(self, utilization: float) -> int:

@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvpilot_engine.core.grammar import ConstraintCompiler
 from kvpilot_engine.core.ids import TokenId
 from kvpilot_engine.core.memory_report import MemoryReport
 from kvpilot_engine.core.ports import ModelRunner
@@ -75,6 +76,7 @@ class FakeServingModel:
     num_blocks: int
     vocab_size: int = VOCAB_SIZE
     cache_key: str = "alphabet float32"
+    constraints: ConstraintCompiler | None = None
 
     def usable_blocks_at(self, utilization: float) -> int:
         return min(self.num_blocks, int(utilization * BLOCKS_OF_DEVICE))

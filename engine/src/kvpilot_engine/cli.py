@@ -118,7 +118,12 @@ async def _serve(settings: EngineSettings) -> int:
 
 def _load_text(settings: EngineSettings) -> ModelText:
     path = resolve_model(settings.model, revision=settings.revision)
-    return load_model_text(path, tokenizer_path=settings.text.tokenizer, chat_template_path=settings.text.chat_template)
+    return load_model_text(
+        path,
+        tokenizer_path=settings.text.tokenizer,
+        chat_template_path=settings.text.chat_template,
+        generation_config=settings.text.generation_config,
+    )
 
 
 def _find_termination_log(arguments: list[str]) -> Path | None:

@@ -6,6 +6,7 @@ that means nothing here is named in a warning, one whose effect is missing here 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from pathlib import Path
 
 ENV_PREFIX = "KVPILOT_"
 _SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?) ?(?:(?P<prefix>[kKMGT])(?P<binary>i?))?[Bb]?")
+_HEADER_NAME = re.compile(r"[A-Za-z0-9-]{1,64}")
 _PREFIX_POWER = {"k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
@@ -114,11 +116,34 @@ def parse_choice(*choices: str, later: Iterable[str] = ()) -> Callable[[str], st
     return parse
 
 
+def parse_generation_config(raw: str) -> str:
+    return "none" if raw == "vllm" else parse_text(raw)
+
+
 def parse_bool(raw: str) -> bool:
     values = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
     if raw.lower() not in values:
         raise ValueError("true or false is needed")
     return values[raw.lower()]
+
+
+def parse_words(raw: str) -> tuple[str, ...]:
+    """One word, or vLLM's form, a JSON list of them."""
+    if not raw.startswith("["):
+        return (parse_text(raw),)
+    try:
+        words = json.loads(raw)
+    except ValueError:
+        words = None
+    if not isinstance(words, list) or not all(isinstance(word, str) and word for word in words):
+        raise ValueError("a word or a JSON list of words is needed")
+    return tuple(words)
+
+
+def parse_header_name(raw: str) -> str:
+    if not _HEADER_NAME.fullmatch(raw):
+        raise ValueError("the name of a header is needed")
+    return raw
 
 
 _SERVE, _MODEL, _MEMORY, _BATCH, _POD, _LOG = "Serving", "Model", "Memory", "Batching", "Platform", "Logging"
@@ -195,9 +220,9 @@ HONOURED: tuple[Flag, ...] = (
         name="generation-config",
         group=_MODEL,
         metavar="WHERE",
-        parse=parse_choice("auto", later=("vllm",)),
+        parse=parse_generation_config,
         default_text="auto",
-        text="sampling defaults come from the model's generation_config.json",
+        text="sampling defaults: auto (the model's generation_config.json), none (or vllm: the API's), or a folder",
     ),
     Flag(
         name="device",
@@ -315,9 +340,70 @@ HONOURED: tuple[Flag, ...] = (
         name="api-key",
         group=_SERVE,
         metavar="KEY",
+        is_list=True,
         parse=parse_text,
         default_text="none",
-        text="asked for under /v1; better given as KVPILOT_API_KEY, which other users can't see",
+        text="keys, one of which is asked for under /v1; better given as KVPILOT_API_KEY (several with commas), "
+        "which other users can't see",
+    ),
+    Flag(
+        name="api-key-file",
+        group=_SERVE,
+        metavar="PATH",
+        parse=parse_path,
+        default_text="none",
+        text="file with more keys, one a line",
+    ),
+    Flag(
+        name="allowed-origins",
+        group=_SERVE,
+        metavar="ORIGIN",
+        is_list=True,
+        parse=parse_words,
+        default_text="none",
+        text="sites whose pages may call this server from a browser; * for all; also as a JSON list",
+    ),
+    Flag(
+        name="allowed-methods",
+        group=_SERVE,
+        metavar="METHOD",
+        is_list=True,
+        parse=parse_words,
+        default_text="*",
+        text="methods that those pages may use",
+    ),
+    Flag(
+        name="allowed-headers",
+        group=_SERVE,
+        metavar="HEADER",
+        is_list=True,
+        parse=parse_words,
+        default_text="*",
+        text="headers that those pages may send",
+    ),
+    Flag(
+        name="allow-credentials",
+        group=_SERVE,
+        is_switch=True,
+        parse=parse_bool,
+        default_text="off",
+        text="those pages may send credentials",
+    ),
+    Flag(
+        name="cache-salt-header",
+        group=_SERVE,
+        metavar="NAME",
+        parse=parse_header_name,
+        default_text="none",
+        text="header in which a trusted gateway sends the cache salt; cache_salt in a body is refused then",
+    ),
+    Flag(
+        name="max-logprobs",
+        group=_SERVE,
+        metavar="N",
+        parse=parse_int(0, 1000),
+        default_text="20",
+        text="most log-probabilities of alternatives that a request may ask for, per token",
     ),
     Flag(
         name="request-timeout",
@@ -325,7 +411,7 @@ HONOURED: tuple[Flag, ...] = (
         metavar="SECONDS",
         parse=parse_number(0, 86400, is_low_excluded=True),
         default_text="1800",
-        text="deadline of one request",
+        text="deadline of one request; the header x-request-timeout may ask for a shorter one",
     ),
     Flag(
         name="keep-alive",
@@ -410,7 +496,6 @@ FOREIGN: tuple[ForeignFlag, ...] = (
     ForeignFlag(name="swap-space", reason="preempted sequences are recomputed, never swapped"),
     ForeignFlag(name="cpu-offload-gb", reason=_NO_MEANING),
     ForeignFlag(name="enforce-eager", num_values=0, reason="there are no graphs to turn off"),
-    ForeignFlag(name="max-logprobs", reason="log-probabilities are not supported yet"),
     ForeignFlag(name="disable-log-requests", num_values=0, reason="requests' texts are never logged"),
     ForeignFlag(name="no-enable-log-requests", num_values=0, reason="requests' texts are never logged"),
     ForeignFlag(name="enable-log-requests", num_values=0, reason="requests' texts are never logged"),

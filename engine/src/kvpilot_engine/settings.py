@@ -17,6 +17,7 @@ from kvpilot_engine.errors import SettingsError
 from kvpilot_engine.execution.settings import STEP_TARGET_S, ExecutionSettings
 from kvpilot_engine.flags import FOREIGN, HONOURED, Flag
 from kvpilot_engine.observability.logging_setup import LoggingSettings
+from kvpilot_engine.server.cors import CorsSettings
 from kvpilot_engine.server.settings import ServerSettings
 from kvpilot_engine.service.settings import ServiceSettings
 
@@ -32,6 +33,8 @@ class TextSettings:
     tokenizer: Path | None = None
     """Stands in for the model's own tokenizer and template."""
     chat_template: Path | None = None
+    generation_config: str = "auto"
+    """auto | none | a folder: where sampling defaults come from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +135,15 @@ def _is_switch(option: str) -> bool:
     return option in _FLAGS and _FLAGS[option].is_switch
 
 
+def _compose_cors(values: Mapping[str, Any]) -> CorsSettings:
+    fields: dict[str, Any] = {
+        name.replace("-", "_"): tuple(word for words in values[name] for word in words)
+        for name in ("allowed-origins", "allowed-methods", "allowed-headers")
+        if name in values
+    }
+    return CorsSettings(allow_credentials=values.get("allow-credentials", False), **fields)
+
+
 def _compose(values: Mapping[str, Any], warnings: Iterable[str]) -> EngineSettings:
     """Only what was given is passed on, so that each default stands in one place: the part's own class."""
 
@@ -167,17 +179,24 @@ def _compose(values: Mapping[str, Any], warnings: Iterable[str]) -> EngineSettin
         ),
         server=ServerSettings(
             served_names=tuple(values.get("served-model-name", [model])),
+            model_root=model,
+            api_keys=tuple(values.get("api-key", ())),
+            cors=_compose_cors(values),
             **given(
                 host="host",
                 port="port",
-                api_key="api-key",
+                api_key_file="api-key-file",
+                cache_salt_header="cache-salt-header",
+                max_logprobs="max-logprobs",
                 drain_timeout_s="drain-timeout",
                 drain_grace_s="drain-grace",
                 keep_alive_s="keep-alive",
                 request_timeout_s="request-timeout",
             ),
         ),
-        text=TextSettings(**given(tokenizer="tokenizer", chat_template="chat-template")),
+        text=TextSettings(
+            **given(tokenizer="tokenizer", chat_template="chat-template", generation_config="generation-config")
+        ),
         logging=LoggingSettings(**given(level="log-level", log_format="log-format")),
         warnings=tuple(warnings),
     )

@@ -79,6 +79,22 @@ def test_a_byte_level_folder_is_read_with_its_configs(tmp_path: Path) -> None:
     assert text.tokenizer.decode([256, *b"x"]) == "<|bos|>x"  # type: ignore[list-item]
 
 
+def test_sampling_defaults_can_be_switched_off_or_taken_from_elsewhere(tmp_path: Path) -> None:
+    folder = _write_folder(tmp_path, _build_byte_level(), generation_config={"temperature": 0.6, "eos_token_id": [257]})
+    off = load_model_text(folder, generation_config="none")
+    assert off.generation_defaults == GenerationDefaults()
+    assert off.end_token_ids == {257}, "where the model ends is no default"
+    other = tmp_path / "other"
+    other.mkdir()
+    with pytest.raises(
+        SettingsError, match=r"--generation-config is .*other: .* a folder that holds generation_config"
+    ):
+        load_model_text(folder, generation_config=str(other))
+    (other / "generation_config.json").write_text('{"min_p": 0.05, "repetition_penalty": 1.1}', encoding="utf-8")
+    elsewhere = load_model_text(folder, generation_config=str(other))
+    assert elsewhere.generation_defaults == GenerationDefaults(min_p=0.05, repetition_penalty=1.1)
+
+
 def test_defaults_without_configs_are_those_of_the_api(tmp_path: Path) -> None:
     text = load_model_text(_write_folder(tmp_path, _build_byte_level()))
     assert text.generation_defaults == GenerationDefaults(temperature=1.0, top_p=1.0, top_k=0)

@@ -20,6 +20,9 @@ from kvpilot_engine.text.hf_tokenizer import build_hf_tokenizer, read_json_objec
 from kvpilot_engine.text.text_validation import require_encodable
 from kvpilot_engine.text.tokenizer import Tokenizer
 
+FROM_MODEL, NOWHERE = "auto", "none"
+"""Where sampling defaults come from, besides a folder of the user's."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults:
@@ -28,6 +31,8 @@ class GenerationDefaults:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,12 +77,17 @@ class ModelText:
 
 
 def load_model_text(
-    model_path: Path, *, tokenizer_path: Path | None = None, chat_template_path: Path | None = None
+    model_path: Path,
+    *,
+    tokenizer_path: Path | None = None,
+    chat_template_path: Path | None = None,
+    generation_config: str = FROM_MODEL,
 ) -> ModelText:
     """Load from a GGUF file, a folder with one, or a Hugging Face folder.
 
     `tokenizer_path` (same kinds) stands in for the model's own tokenizer and template, `chat_template_path` for the
-    template. Raises ModelNotFoundError or SettingsError.
+    template. `generation_config` is FROM_MODEL, NOWHERE, or a folder with a generation_config.json; it decides about
+    sampling defaults only: where a model ends is its own. Raises ModelNotFoundError or SettingsError.
     """
     files = _read_text_files(tokenizer_path or model_path)
     source = files.chat_template
@@ -93,7 +103,24 @@ def load_model_text(
             named_specials=files.tokenizer.policy.named_specials,
             special_texts=files.tokenizer.special_texts,
         )
-    return ModelText(tokenizer=files.tokenizer, chat_template=template, generation_defaults=files.generation_defaults)
+    return ModelText(
+        tokenizer=files.tokenizer,
+        chat_template=template,
+        generation_defaults=_choose_generation_defaults(generation_config, files),
+    )
+
+
+def _choose_generation_defaults(where: str, files: _TextFiles) -> GenerationDefaults:
+    if where == FROM_MODEL:
+        return files.generation_defaults
+    if where == NOWHERE:
+        return GenerationDefaults()
+    file = Path(where) / "generation_config.json"
+    if not file.is_file():
+        raise SettingsError(
+            [f"--generation-config is {where}: it must be auto, none or a folder that holds {file.name}"]
+        )
+    return _read_generation_defaults(read_json_object(file))
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -162,5 +189,9 @@ def _read_generation_defaults(config: Mapping[str, object]) -> GenerationDefault
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else default
 
     return GenerationDefaults(
-        temperature=get_number("temperature", 1.0), top_p=get_number("top_p", 1.0), top_k=int(get_number("top_k", 0))
+        temperature=get_number("temperature", 1.0),
+        top_p=get_number("top_p", 1.0),
+        top_k=int(get_number("top_k", 0)),
+        min_p=get_number("min_p", 0.0),
+        repetition_penalty=get_number("repetition_penalty", 1.0),
     )

@@ -7,13 +7,16 @@ Not here: anything that needs a model's files.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import tokenizers
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
+from kvpilot_engine.core.grammar import TokenConstraint
 from kvpilot_engine.core.ids import TokenId
 from kvpilot_engine.text.byte_level import BYTE_TO_CHARACTER, byte_level_bytes
 from kvpilot_engine.text.chat_template import ChatTemplate
@@ -92,3 +95,20 @@ def make_model_text(
         chat_template=chat_template,
         generation_defaults=generation_defaults or GenerationDefaults(),
     )
+
+
+def read_mask(constraint: TokenConstraint) -> list[TokenId]:
+    """The tokens that a constraint allows next."""
+    mask = constraint.compute_mask()
+    assert isinstance(mask, np.ndarray)
+    return [TokenId(int(i)) for i in np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))]
+
+
+def sample_randomly(constraint: TokenConstraint, *, seed: int, max_tokens: int) -> list[TokenId]:
+    """A model that knows nothing: every allowed token is as likely. Stops when the grammar is complete."""
+    generator = random.Random(seed)  # noqa: S311
+    output: list[TokenId] = []
+    while len(output) < max_tokens and not constraint.is_complete:
+        output.append(generator.choice(read_mask(constraint)))
+        constraint.accept(output[-1])
+    return output

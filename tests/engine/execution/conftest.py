@@ -139,8 +139,8 @@ class RecordingRunner:
         for row, sequence in zip(logits, sequences, strict=True):
             kept = self.logits.setdefault(sequence.request_id, {})
             kept[sequence.end_position] = row.numpy().tobytes()
-        tokens = sample(logits, sequences)
-        return ModelRunnerOutput({s.request_id: token for s, token in zip(sequences, tokens, strict=True)})
+        chosen = sample(logits.numpy(), sequences)
+        return ModelRunnerOutput(chosen.sampled, logprobs=chosen.logprobs, failed=chosen.failed)
 
 
 @dataclass(frozen=True)

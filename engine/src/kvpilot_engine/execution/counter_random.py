@@ -7,30 +7,46 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-
-_UInt64Array = npt.NDArray[np.uint64]
+from numba import njit
 
 _ROUNDS = 10
-_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
-_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_MULTIPLIER_0, _MULTIPLIER_1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_KEY_STEP_0, _KEY_STEP_1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
 _MASK = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 
+UInt64s = npt.NDArray[np.uint64]
 
-def philox4x32(counter: _UInt64Array, key: tuple[int, int]) -> _UInt64Array:
-    """Ten rounds over counters [..., 4] of 32-bit words held in uint64; returns the same shape."""
-    c0, c1, c2, c3 = (counter[..., i] for i in range(4))
-    k0, k1 = key
+
+@njit(cache=True)
+def philox4x32(
+    c0: np.uint64, c1: np.uint64, c2: np.uint64, c3: np.uint64, k0: np.uint64, k1: np.uint64
+) -> tuple[np.uint64, np.uint64, np.uint64, np.uint64]:
+    """Ten rounds over a counter of four 32-bit words; each number holds 32 bits."""
     for _ in range(_ROUNDS):
-        high0, low0 = (c0 * _MULTIPLIERS[0]) >> _HALF, (c0 * _MULTIPLIERS[0]) & _MASK
-        high1, low1 = (c2 * _MULTIPLIERS[1]) >> _HALF, (c2 * _MULTIPLIERS[1]) & _MASK
-        c0, c1, c2, c3 = high1 ^ c1 ^ np.uint64(k0), low1, high0 ^ c3 ^ np.uint64(k1), low0
-        k0, k1 = (k0 + _KEY_STEPS[0]) & 0xFFFFFFFF, (k1 + _KEY_STEPS[1]) & 0xFFFFFFFF
-    return np.stack([c0, c1, c2, c3], axis=-1)
+        product0, product1 = c0 * _MULTIPLIER_0, c2 * _MULTIPLIER_1
+        c0, c1, c2, c3 = (
+            (product1 >> _HALF) ^ c1 ^ k0,
+            product1 & _MASK,
+            (product0 >> _HALF) ^ c3 ^ k1,
+            product0 & _MASK,
+        )
+        k0, k1 = (k0 + _KEY_STEP_0) & _MASK, (k1 + _KEY_STEP_1) & _MASK
+    return c0, c1, c2, c3
 
 
-def uniform(seed: int, choice: int, position: int) -> float:
-    """A number in [0, 1) with 53 random bits; the seed counts modulo 2**64."""
-    counter = np.array([position & 0xFFFFFFFF, position >> 32, choice, 0], dtype=np.uint64)
-    words = philox4x32(counter, (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF))
-    return float((int(words[0]) << 21 | int(words[1]) >> 11) / (1 << 53))
+@njit(cache=True)
+def _fill_uniforms(seeds: np.ndarray, choices: np.ndarray, positions: np.ndarray, draws: np.ndarray) -> None:
+    for i in range(draws.size):
+        seed, position = seeds[i], positions[i]
+        high, low, _, _ = philox4x32(
+            position & _MASK, position >> _HALF, choices[i], np.uint64(0), seed & _MASK, seed >> _HALF
+        )
+        draws[i] = np.float64((high << np.uint64(21)) | (low >> np.uint64(11))) / np.float64(1 << 53)
+
+
+def uniforms(seeds: UInt64s, choices: UInt64s, positions: UInt64s) -> npt.NDArray[np.float64]:
+    """One number in [0, 1) with 53 random bits for each (seed, choice, position)."""
+    draws = np.empty(seeds.size, np.float64)
+    _fill_uniforms(seeds, choices, positions, draws)
+    return draws

@@ -1,74 +1,106 @@
 """Logits to tokens: a pure function of each row, its parameters, its choice and its position; no state.
 
-Every row is treated alone and in float64, so that a neighbour changes nothing and a tiny temperature can't overflow:
-the largest logit is subtracted first, and what is divided is never positive.
+Every row is treated alone, so that a neighbour changes nothing, and its weights are float64 after the largest logit was
+subtracted, so that a tiny temperature can't overflow. A row without a usable logit fails alone.
+
+Order: the request's own processing of the logits (`logit_processing`), temperature, min_p, top_k, top_p, draw.
+Temperature 0 and top_k 1 take the largest logit, the lowest id among equal ones. min_p and top_p look at what the
+earlier ones left: top_p is a share of the weight of those tokens alone. Tokens that are kept are drawn in order of id.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
-from kvpilot_engine.core.ids import TokenId
-from kvpilot_engine.core.sampling_params import SamplingParams
+from kvpilot_engine.core.ids import RequestId, TokenId
 from kvpilot_engine.core.scheduler_output import ScheduledSequence
-from kvpilot_engine.errors import ModelExecutionError
-from kvpilot_engine.execution.counter_random import uniform
+from kvpilot_engine.core.token_logprobs import TokenLogprobs
+from kvpilot_engine.execution.counter_random import uniforms
+from kvpilot_engine.execution.logit_processing import needs_processing, process
+from kvpilot_engine.execution.logprobs import compute_logprobs
+from kvpilot_engine.kernels.sampling import NOT_FINITE, NOTHING_ALLOWED, choose_tokens
 
-_FIRST_CANDIDATES = 1024
-"""Sorting these first is enough for nearly every top-p; the whole vocabulary is sorted only when it is not."""
+_PROCESSED_BYTES = 16 * 2**20
+"""Most bytes of processed copies at once (one row at least): rows with processing are taken in chunks of this size."""
 
-
-def sample(logits: Tensor, sequences: Iterable[ScheduledSequence]) -> list[TokenId]:
-    """The next token of each sequence from its row of [sequences, vocabulary] logits."""
-    return [
-        sample_row(row, sequence.sampling, choice=sequence.choice, position=sequence.end_position)
-        for row, sequence in zip(logits, sequences, strict=True)
-    ]
+Logits = npt.NDArray[np.float32]
+_Rows = npt.NDArray[np.int64]
 
 
-def sample_row(logits: Tensor, params: SamplingParams, *, choice: int, position: int) -> TokenId:
-    """Choose from [vocabulary] logits; `position` is the place that the token will take in its sequence."""
-    highest = logits.max()
-    if not torch.isfinite(highest):
-        raise ModelExecutionError(f"the logits at position {position} are not finite")
-    if params.is_greedy:
-        # not argmax: among equal logits it may return any
-        return TokenId(int((logits == highest).nonzero()[0]))
-    weights = ((logits.double() - highest) / params.temperature).exp_()
-    tokens: Tensor | None = None
-    if params.top_k or params.top_p < 1.0:
-        weights, tokens = _most_probable(weights, params)
-    cumulative = weights.cumsum(0)
-    draw = uniform(params.seed, choice, position) * cumulative[-1]
-    # the first token whose cumulative weight exceeds the draw; rounding may push the draw onto the end
-    index = min(int(torch.searchsorted(cumulative, draw, right=True)), weights.numel() - 1)
-    return TokenId(int(tokens[index]) if tokens is not None else index)
+@dataclass(frozen=True, slots=True)
+class SamplerOutput:
+    """The same three parts of a ModelRunnerOutput."""
+
+    sampled: dict[RequestId, TokenId] = field(default_factory=dict)
+    logprobs: dict[RequestId, TokenLogprobs] = field(default_factory=dict)
+    failed: dict[RequestId, str] = field(default_factory=dict)
 
 
-def _most_probable(weights: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Weights and ids of the tokens that top_k and top_p keep, in falling order of weight, ties by id."""
-    total = float(weights.sum())
-    limit = min(params.top_k or weights.numel(), weights.numel())
-    size = min(limit, _FIRST_CANDIDATES)
-    while True:
-        kept, tokens = _largest(weights, size)
-        if params.top_k:
-            total = float(kept.sum()) if size == limit else total
-        before = kept.cumsum(0) - kept
-        num_kept = int((before < params.top_p * total).sum()) if params.top_p < 1.0 else size
-        if size == limit or (params.top_p < 1.0 and not params.top_k and num_kept < size):
-            return kept[: max(1, num_kept)], tokens[: max(1, num_kept)]
-        size = limit
+def sample(logits: Logits, sequences: Iterable[ScheduledSequence]) -> SamplerOutput:
+    """The next token of each sequence from its row of [sequences, vocabulary] logits, which are only read."""
+    output = SamplerOutput()
+    all_sequences = tuple(sequences)
+    if len(all_sequences) != len(logits):
+        raise ValueError(f"{len(logits)} rows of logits for {len(all_sequences)} sequences")
+    if not all_sequences:
+        return output
+    logits = np.ascontiguousarray(logits)
+    plain = np.array([i for i, s in enumerate(all_sequences) if not needs_processing(s)], np.int64)
+    processed = np.array([i for i, s in enumerate(all_sequences) if needs_processing(s)], np.int64)
+    tokens = np.empty(len(all_sequences), np.int64)
+    tokens[plain] = _choose(logits, plain, [all_sequences[i] for i in plain])
+    chunk_size = max(1, _PROCESSED_BYTES // (logits.shape[1] * logits.itemsize))
+    for start in range(0, processed.size, chunk_size):
+        chunk = processed[start : start + chunk_size]
+        tokens[chunk] = _choose_processed(logits, chunk, [all_sequences[i] for i in chunk])
+    for sequence, token in zip(all_sequences, tokens.tolist(), strict=True):
+        if token == NOT_FINITE:
+            output.failed[sequence.request_id] = f"the logits at position {sequence.end_position} are not finite"
+        elif token == NOTHING_ALLOWED:
+            output.failed[sequence.request_id] = f"no token is allowed at position {sequence.end_position}"
+        else:
+            output.sampled[sequence.request_id] = TokenId(token)
+    _add_logprobs(output, logits, all_sequences, tokens)
+    return output
 
 
-def _largest(weights: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """The `size` largest weights in falling order with their ids; among equal ones the lower id first."""
-    if size == weights.numel():
-        return torch.sort(weights, descending=True, stable=True)
-    threshold = torch.kthvalue(weights, weights.numel() - size + 1).values
-    candidates = (weights >= threshold).nonzero().squeeze(1)
-    kept, order = torch.sort(weights[candidates], descending=True, stable=True)
-    return kept[:size], candidates[order][:size]
+def _choose(logits: Logits, rows: _Rows, sequences: list[ScheduledSequence]) -> npt.NDArray[np.int64]:
+    params = [s.sampling for s in sequences]
+    draws = uniforms(
+        np.array([p.seed & 0xFFFFFFFFFFFFFFFF for p in params], np.uint64),
+        np.array([s.choice for s in sequences], np.uint64),
+        np.array([s.end_position for s in sequences], np.uint64),
+    )
+    return choose_tokens(
+        logits,
+        rows,
+        np.array([p.temperature for p in params], np.float64),
+        np.array([p.top_k for p in params], np.int64),
+        np.array([p.top_p for p in params], np.float64),
+        np.array([p.min_p for p in params], np.float64),
+        draws,
+    )
+
+
+def _choose_processed(logits: Logits, rows: _Rows, sequences: list[ScheduledSequence]) -> npt.NDArray[np.int64]:
+    copies = np.empty((rows.size, logits.shape[1]), np.float32)
+    usable = [process(logits[row], sequence, copy) for row, sequence, copy in zip(rows, sequences, copies, strict=True)]
+    tokens = _choose(copies, np.arange(rows.size, dtype=np.int64), sequences)
+    return np.where(usable, tokens, NOT_FINITE)
+
+
+def _add_logprobs(
+    output: SamplerOutput, logits: Logits, sequences: tuple[ScheduledSequence, ...], tokens: npt.NDArray[np.int64]
+) -> None:
+    wanted = [i for i, s in enumerate(sequences) if s.sampling.logprobs is not None and tokens[i] >= 0]
+    if not wanted:
+        return
+    num_top = np.array([sequences[i].sampling.logprobs for i in wanted], np.int64)
+    rated = compute_logprobs(logits, tokens[wanted], num_top, rows=np.array(wanted, np.int64))
+    for i, logprobs in zip(wanted, rated, strict=True):
+        if logprobs is not None:
+            output.logprobs[sequences[i].request_id] = logprobs

@@ -45,8 +45,8 @@ class TorchModelRunner:
         try:
             logits, inputs = self._forward(plan)
             phase = OOMPhase.SAMPLE
-            tokens = sample(logits, inputs.sampled)
-            return ModelRunnerOutput({s.request_id: t for s, t in zip(inputs.sampled, tokens, strict=True)})
+            chosen = sample(logits.numpy(), inputs.sampled)
+            return ModelRunnerOutput(chosen.sampled, logprobs=chosen.logprobs, failed=chosen.failed)
         except EngineError:
             raise
         except (RuntimeError, MemoryError, IndexError, ValueError) as error:

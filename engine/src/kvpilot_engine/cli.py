@@ -31,7 +31,7 @@ from kvpilot_engine.service.async_engine import AsyncEngine
 from kvpilot_engine.service.ports import ServingModel
 from kvpilot_engine.service.termination import describe_failure, write_termination
 from kvpilot_engine.settings import DEFAULT_TERMINATION_LOG, EngineSettings
-from kvpilot_engine.text.model_text import ModelText, load_model_text
+from kvpilot_engine.text.model_text import ModelText, load_model_text, load_tokenizer
 
 _LOG = logging.getLogger(__name__)
 DEVICE_NAME = "cpu"
@@ -46,15 +46,21 @@ class ExecutionModelLoader:
     execution: ExecutionSettings
     cache: CacheSettings
     scheduler: SchedulerSettings
+    tokenizer: Path | None = None
+    """Stands in for the model's own, as in the parent."""
     device_name: str = DEVICE_NAME
 
     def load(self, utilization: float) -> ServingModel:
         limit_spinning(os.environ)
         from kvpilot_engine.execution.loading import load_engine  # torch: in the child only
+        from kvpilot_engine.text.constraints import GrammarCompiler  # numpy
 
         path = resolve_model(self.model, revision=self.revision)
         execution = replace(self.execution, model=path, memory_utilization=utilization)
-        return load_engine(execution, self.cache, self.scheduler, on_progress=_log_progress)
+        engine = load_engine(execution, self.cache, self.scheduler, on_progress=_log_progress)
+        # The child has no use for text but to follow grammars: the tokenizer is read when the first one comes.
+        constraints = GrammarCompiler(partial(load_tokenizer, self.tokenizer or path), num_logits=engine.vocab_size)
+        return replace(engine, constraints=constraints)
 
 
 def _log_progress(stage: str, done: int, of: int) -> None:
@@ -104,6 +110,7 @@ async def _serve(settings: EngineSettings) -> int:
         execution=settings.execution,
         cache=settings.cache,
         scheduler=settings.scheduler,
+        tokenizer=settings.text.tokenizer,
     )
     engine = AsyncEngine(
         loader,

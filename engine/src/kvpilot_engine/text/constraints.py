@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from kvpilot_engine.core.grammar import ConstraintCompiler, GrammarSpec, TokenConstraint
 from kvpilot_engine.core.ids import TokenId
-from kvpilot_engine.errors import InvalidRequestError, ModelExecutionError
+from kvpilot_engine.errors import InvalidRequestError, ModelExecutionError, StartupError
 from kvpilot_engine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # at run time on first use only
@@ -65,7 +65,11 @@ class GrammarCompiler(ConstraintCompiler):
 
     def compile(self, grammar: GrammarSpec) -> TokenConstraint:
         if self._vocabulary is None:
-            self._vocabulary = _Vocabulary(self._load_tokenizer(), num_logits=self._num_logits)
+            try:
+                tokenizer = self._load_tokenizer()
+            except StartupError as error:
+                raise InvalidRequestError(f"the model's tokenizer can't be read any more: {error}") from error
+            self._vocabulary = _Vocabulary(tokenizer, num_logits=self._num_logits)
         matcher = self._compiled.pop(grammar, None) or self._vocabulary.build_matcher(grammar)
         self._compiled[grammar] = matcher
         self._drop_oldest()

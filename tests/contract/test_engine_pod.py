@@ -63,7 +63,7 @@ def test_the_engine_reads_what_the_operator_wrote() -> None:
     assert settings.model == "hf://a/b@v1"
     assert settings.server.served_names == ("x", "y")
     assert settings.server.port == naming.PORT
-    assert settings.server.api_key == "from-the-cluster"
+    assert settings.server.api_keys == ("from-the-cluster",)
     assert settings.server.drain_timeout_s == 7
     assert settings.cache.block_size == 32
     assert settings.cache.enable_prefix_caching is False

@@ -22,7 +22,9 @@ async def test_chat_answer_has_the_shape_of_openai(kit: Kit) -> None:
     assert (body["object"], body["model"]) == ("chat.completion", "fake")
     assert isinstance(body["created"], int)
     message = {"role": "assistant", "content": "ABCDEFGH", "refusal": None}
-    assert body["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}]
+    end = {"finish_reason": "length", "stop_reason": None}
+    assert body["choices"] == [{"index": 0, "message": message, "logprobs": None, **end}]
+    assert body["system_fingerprint"].startswith("kvpilot-")
     details = body["usage"]["prompt_tokens_details"]
     assert body["usage"] == {
         "prompt_tokens": 1,

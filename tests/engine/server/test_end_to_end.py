@@ -190,7 +190,7 @@ async def test_prompts_are_in_no_log(server: RunningServer) -> None:
         await client.chat.completions.create(
             model="smollm2", messages=[{"role": "user", "content": "xyzzy-secret"}], max_tokens=1
         )
-    assert any("call chatcmpl-" in line for line in server.log)
+    assert any("call_id=chatcmpl-" in line for line in server.log)
     assert not any("xyzzy-secret" in line for line in server.log)
 
 

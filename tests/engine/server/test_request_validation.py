@@ -60,10 +60,34 @@ async def error_of(response: ClientResponse, status: int) -> dict[str, Any]:
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages"),
         ({"messages": "hi"}, "messages"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
-        ({"logprobs": True}, "logprobs"),
-        ({"presence_penalty": 1}, "presence_penalty"),
+        ({"logit_bias": {"999999": 5}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {"abc": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 1000}}, "logit_bias"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+        ({"logit_bias": [5]}, "logit_bias"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        ({"top_logprobs": 1}, "top_logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"frequency_penalty": -2.1}, "frequency_penalty"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": -1}, "repetition_penalty"),
+        ({"min_p": 1.5}, "min_p"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+        ({"bad_words": ["ok", " "]}, "bad_words"),
+        ({"bad_words": "word"}, "bad_words"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": 129}, "truncate_prompt_tokens"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ({"priority": 2**40}, "priority"),
+        ({"cache_salt": "x" * 257}, "cache_salt"),
+        ({"best_of": 2}, "best_of"),
+        ({"echo": True}, "echo"),
+        ({"use_beam_search": True}, "use_beam_search"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
     ],
@@ -84,6 +108,9 @@ async def test_bad_field_is_refused_by_name(kit: Kit, fields: dict[str, Any], pa
         {"max_tokens": None, "temperature": None, "seed": None, "stop": None, "n": None, "stream": None},
         {"logprobs": False, "tools": [], "presence_penalty": 0, "response_format": {"type": "text"}, "echo": False},
         {"user": "someone", "store": True, "metadata": {"a": "b"}, "nobody_knows": 1},
+        {"spaces_between_special_tokens": False, "skip_special_tokens": True, "add_special_tokens": False},
+        {"logit_bias": {}, "bad_words": [], "stop": [], "stop_token_ids": [], "best_of": None, "top_logprobs": 0},
+        {"priority": -3, "cache_salt": "", "return_tokens_as_token_ids": True, "reasoning_effort": "low"},
         {"max_tokens": 8, "max_completion_tokens": 8, "top_k": -1},
     ],
 )
@@ -227,7 +254,7 @@ async def test_chat_without_a_template_is_refused(start: Start) -> None:
 
 
 async def test_key_guards_v1_only(start: Start) -> None:
-    kit = await start(api_key="secret")
+    kit = await start(api_keys=("secret",))
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
         response = await kit.client.get("/v1/models", headers=headers)
         assert (await error_of(response, 401))["code"] == "invalid_api_key"

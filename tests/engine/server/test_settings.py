@@ -48,7 +48,7 @@ def test_every_flag_reaches_its_part(tmp_path: Path) -> None:
         *("--tuning-file", "t", "--state-dir", "s", "--termination-log", "l", "--drain-timeout", "7", "-tp", "1"),
     )
     assert settings.server.served_names == ("a", "b")
-    assert (settings.server.host, settings.server.port, settings.server.api_key) == ("::1", 9, "k")
+    assert (settings.server.host, settings.server.port, settings.server.api_keys) == ("::1", 9, ("k",))
     assert settings.execution.memory_utilization == settings.service.gpu_memory_utilization == 0.5
     assert settings.execution.device_memory_bytes == 4 * 2**30
     assert (settings.cache.block_size, settings.cache.enable_prefix_caching) == (32, False)
@@ -128,8 +128,8 @@ def test_command_line_of_vllm_works_with_warnings() -> None:
         "--swap-space",
         "--enforce-eager",
         "--disable-log-requests",
-        "--max-logprobs",
     ]
+    assert settings.server.max_logprobs == 5
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """One line per event, as `key=value` for people or JSON for machines, with the request's id where there is one.
 
+What a record has in `extra={"fields": {...}}` becomes fields of the line: numbers and lists stay such in JSON.
+
 Never in a log: prompts, outputs, keys. The only place that touches the root logger; called once per process.
 """
 
@@ -32,21 +34,26 @@ class _Formatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         moment = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        fields = {
+        fields: dict[str, object] = {
             "time": moment,
             "level": record.levelname,
             "process": self._process,
             "logger": record.name.removeprefix("kvpilot_engine."),
             "request_id": request_id_var.get(),
             "message": record.getMessage(),
+            **getattr(record, "fields", {}),
             "exception": self.formatException(record.exc_info) if record.exc_info else "",
         }
-        present = {key: value for key, value in fields.items() if value}
+        present = {key: value for key, value in fields.items() if value != ""}
         if self._as_json:
             return json.dumps(present, ensure_ascii=False)
         trace = present.pop("exception", "")
-        line = " ".join(f"{key}={_quote(value)}" for key, value in present.items())
+        line = " ".join(f"{key}={_quote(_as_text(value))}" for key, value in present.items())
         return f"{line}\n{trace}" if trace else line
+
+
+def _as_text(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def _quote(value: str) -> str:

@@ -24,10 +24,14 @@ R = TypeVar("R")
 
 
 class AppContext:
-    def __init__(self, engine: AsyncEngine, settings: ServerSettings, metrics: EngineMetrics) -> None:
+    def __init__(
+        self, engine: AsyncEngine, settings: ServerSettings, metrics: EngineMetrics, *, fingerprint: str
+    ) -> None:
         self.engine = engine
         self.settings = settings
         self.metrics = metrics
+        self.fingerprint = fingerprint
+        """`system_fingerprint` of answers: equal ones come from the same version with the same model."""
         self.text: ModelText | None = None
         """None until the tokenizer is loaded, which happens beside the model's own loading."""
         self.started_at = self.unix_time()
@@ -58,6 +62,8 @@ class AppContext:
                 served_names=self.settings.served_names,
                 max_model_len=self.engine.max_model_len,
                 vocab_size=self.engine.vocab_size,
+                max_logprobs=self.settings.max_logprobs,
+                takes_salt=not self.settings.cache_salt_header,
             )
         return self._builder, self.text
 

@@ -31,6 +31,11 @@ class ErrorAnswer:
     retry_after_s: int | None = None
 
     @property
+    def is_unexpected(self) -> bool:
+        """A bug of ours: the log wants a trace."""
+        return self.status == 500
+
+    @property
     def body(self) -> dict[str, object]:
         return {
             "error": {"message": self.message, "type": self.error_type, "param": self.param, "code": self.code},

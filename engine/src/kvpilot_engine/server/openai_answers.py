@@ -1,26 +1,42 @@
-"""The shapes of OpenAI's answers, whole and in chunks. Pure: plain data in, JSON data out."""
+"""The shapes of OpenAI's answers, whole and in chunks. Pure: plain data in, JSON out.
+
+Chunks are written as bytes, from parts that are encoded once per call: at 32 streams a server writes a thousand a
+second.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from json.encoder import encode_basestring
 from typing import Protocol
 
-from kvpilot_engine.server.generation import Delta, Usage
-from kvpilot_engine.server.request_builder import PreparedCall
+from kvpilot_engine.core.token_logprobs import TokenLogprobs
+from kvpilot_engine.server.deltas import Delta, ToldToken, Usage
+from kvpilot_engine.server.json_body import encode_json
+from kvpilot_engine.server.logprob_answers import LogprobShape
+from kvpilot_engine.server.prepared_call import PreparedCall
+
+
+@dataclass(slots=True)
+class WholeChoice:
+    """Everything that was told of one candidate."""
+
+    text: list[str] = field(default_factory=list)
+    tokens: list[ToldToken] = field(default_factory=list)
+    finish_reason: str = ""
+    stop_reason: str | int | None = None
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
+
+    def take(self, delta: Delta) -> None:
+        self.text.append(delta.text)
+        self.tokens += delta.tokens
+        if delta.finish_reason is not None:
+            self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
 
 class AnswerShape(Protocol):
-    """What differs between chat and completions."""
-
-    def whole_choice(self, index: int, text: str, finish_reason: str) -> dict[str, object]: ...
-
-    def opening_choice(self, index: int) -> dict[str, object] | None:
-        """The chunk before the first text of a choice; None: there is none."""
-        ...
-
-    def chunk_choice(self, delta: Delta) -> Iterable[dict[str, object]]:
-        """The choice objects that carry this delta, one per chunk."""
-        ...
+    """What differs between chat and completions. `logprobs` is None when a call does not want them."""
 
     @property
     def whole_object(self) -> str: ...
@@ -28,63 +44,126 @@ class AnswerShape(Protocol):
     @property
     def chunk_object(self) -> str: ...
 
+    def whole_choice(self, index: int, choice: WholeChoice, logprobs: LogprobShape | None) -> dict[str, object]: ...
+
+    def opening_choice(self, index: int) -> bytes | None:
+        """The chunk before the first text of a choice; None: there is none."""
+        ...
+
+    def chunk_choices(self, index: int, delta: Delta, logprobs: LogprobShape | None) -> Iterable[bytes]:
+        """The choice objects that carry this delta, one per chunk."""
+        ...
+
 
 class ChatShape:
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def whole_choice(self, index: int, text: str, finish_reason: str) -> dict[str, object]:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": None, "finish_reason": finish_reason}
+    def whole_choice(self, index: int, choice: WholeChoice, logprobs: LogprobShape | None) -> dict[str, object]:
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
+            "logprobs": None if logprobs is None else logprobs.chat(choice.tokens),
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
 
-    def opening_choice(self, index: int) -> dict[str, object]:
-        return self._chunk(index, {"role": "assistant", "content": ""}, None)
+    def opening_choice(self, index: int) -> bytes:
+        delta = {"role": "assistant", "content": ""}
+        return encode_json({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
 
-    def chunk_choice(self, delta: Delta) -> Iterable[dict[str, object]]:
+    def chunk_choices(self, index: int, delta: Delta, logprobs: LogprobShape | None) -> Iterable[bytes]:
+        told = b"null" if logprobs is None or not delta.tokens else encode_json(logprobs.chat(delta.tokens))
         if delta.text:
-            yield self._chunk(delta.choice, {"content": delta.text}, None)
+            text = encode_basestring(delta.text).encode()
+            yield b'{"index":%d,"delta":{"content":%b},"logprobs":%b,"finish_reason":null}' % (index, text, told)
+            told = b"null"
         if delta.finish_reason:
-            yield self._chunk(delta.choice, {}, delta.finish_reason)
-
-    def _chunk(self, index: int, content: dict[str, object], finish_reason: str | None) -> dict[str, object]:
-        return {"index": index, "delta": content, "logprobs": None, "finish_reason": finish_reason}
+            yield b'{"index":%d,"delta":{},"logprobs":%b,"finish_reason":"%b","stop_reason":%b}' % (
+                index,
+                told,
+                delta.finish_reason.encode(),
+                encode_json(delta.stop_reason),
+            )
 
 
 class CompletionShape:
     whole_object = "text_completion"
     chunk_object = "text_completion"
 
-    def whole_choice(self, index: int, text: str, finish_reason: str | None) -> dict[str, object]:
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
+    def whole_choice(self, index: int, choice: WholeChoice, logprobs: LogprobShape | None) -> dict[str, object]:
+        return {
+            "index": index,
+            "text": "".join(choice.text),
+            "logprobs": None if logprobs is None else logprobs.completion(choice.tokens),
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
 
     def opening_choice(self, index: int) -> None:  # noqa: ARG002  the shape's signature
         return None
 
-    def chunk_choice(self, delta: Delta) -> Iterable[dict[str, object]]:
-        yield self.whole_choice(delta.choice, delta.text, delta.finish_reason)
+    def chunk_choices(self, index: int, delta: Delta, logprobs: LogprobShape | None) -> Iterable[bytes]:
+        told = b"null" if logprobs is None or not delta.tokens else encode_json(logprobs.completion(delta.tokens))
+        text = encode_basestring(delta.text).encode()
+        end = b"null"
+        if delta.finish_reason:
+            end = b'"%b","stop_reason":%b' % (delta.finish_reason.encode(), encode_json(delta.stop_reason))
+        yield b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}' % (index, text, told, end)
 
 
-def build_answer(
-    shape: AnswerShape, call: PreparedCall, texts: list[str], finish_reasons: list[str], usage: Usage
-) -> dict[str, object]:
-    choices = [
-        shape.whole_choice(index, text, reason)
-        for index, (text, reason) in enumerate(zip(texts, finish_reasons, strict=True))
-    ]
-    return {**_head(shape.whole_object, call), "choices": choices, "usage": usage.body}
+class AnswerWriter:
+    """The answers of one call."""
 
+    def __init__(self, shape: AnswerShape, call: PreparedCall, logprobs: LogprobShape, *, fingerprint: str) -> None:
+        self._shape = shape
+        self._call = call
+        self._logprobs = logprobs
+        self._token_logprobs = None if call.num_top is None else logprobs
+        self._fingerprint = fingerprint
+        self._opened: set[int] = set()
+        head = encode_json(self._head(shape.chunk_object))
+        self._chunk_start = b"data: " + head[:-1] + b',"choices":['
+        # `usage: null` is there exactly when usage was asked for: it comes in the last chunk then.
+        self._chunk_end = b'],"usage":null}\n\n' if call.include_usage else b"]}\n\n"
 
-def build_chunk(shape: AnswerShape, call: PreparedCall, choice: dict[str, object]) -> dict[str, object]:
-    """One event. `usage: null` is there exactly when usage was asked for: it comes in the last chunk then."""
-    chunk = {**_head(shape.chunk_object, call), "choices": [choice]}
-    if call.include_usage:
-        chunk["usage"] = None
-    return chunk
+    def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> dict[str, object]:
+        """The answer of a call that is not streamed."""
+        answer = {**self._head(self._shape.whole_object), "choices": self._whole_choices(choices), "usage": usage.body}
+        if self._call.shows_prompt_logprobs and isinstance(self._shape, ChatShape):
+            answer["prompt_logprobs"] = self._logprobs.prompt(choices[0].prompt_logprobs)
+        return answer
 
+    def events(self, delta: Delta, usage: Usage | None) -> bytes:
+        """The events that carry a delta. `usage` where each chunk is to tell it."""
+        index = delta.candidate
+        parts: list[bytes] = []
+        if index not in self._opened:
+            self._opened.add(index)
+            opening = self._shape.opening_choice(index)
+            if opening is not None:
+                parts.append(opening)
+        parts += self._shape.chunk_choices(index, delta, self._token_logprobs)
+        end = self._chunk_end if usage is None else b'],"usage":%b}\n\n' % encode_json(usage.body)
+        return b"".join([b"%b%b%b" % (self._chunk_start, part, end) for part in parts])
 
-def build_usage_chunk(shape: AnswerShape, call: PreparedCall, usage: Usage) -> dict[str, object]:
-    return {**_head(shape.chunk_object, call), "choices": [], "usage": usage.body}
+    def usage_event(self, usage: Usage) -> bytes:
+        return b'%b],"usage":%b}\n\n' % (self._chunk_start, encode_json(usage.body))
 
+    def _whole_choices(self, choices: Sequence[WholeChoice]) -> list[dict[str, object]]:
+        told: list[dict[str, object]] = []
+        for choice in choices:
+            answer = self._shape.whole_choice(len(told), choice, self._token_logprobs)
+            if self._call.shows_prompt_logprobs and isinstance(self._shape, CompletionShape):
+                answer["prompt_logprobs"] = self._logprobs.prompt(choice.prompt_logprobs)
+            told.append(answer)
+        return told
 
-def _head(kind: str, call: PreparedCall) -> dict[str, object]:
-    return {"id": call.call_id, "object": kind, "created": call.created, "model": call.model}
+    def _head(self, kind: str) -> dict[str, object]:
+        return {
+            "id": self._call.call_id,
+            "object": kind,
+            "created": self._call.created,
+            "model": self._call.model,
+            "system_fingerprint": self._fingerprint,
+        }

@@ -1,38 +1,26 @@
-"""/v1 and its neighbours: read the body, run the generation, write the answer, streamed or whole.
+"""/v1 and its neighbours: read the body, run the generation, hand it to its answer.
 
 Invariant: whichever way a handler ends (answer, error, client gone), what it started in the engine has ended too.
-A streamed answer that fails before its first news is a plain error with its status; after that the stream gets one
-`data:` object with `error`, no finish reason and no `[DONE]`, and is closed.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import logging
-from collections.abc import AsyncGenerator
+import math
 from functools import partial
 
 from aiohttp import web
 
-from kvpilot_engine.errors import ModelNotServedError
+from kvpilot_engine.errors import InvalidRequestError, ModelNotServedError
+from kvpilot_engine.server.answering import answer_stream, answer_whole
 from kvpilot_engine.server.app_context import CONTEXT, AppContext
-from kvpilot_engine.server.error_mapping import map_error
-from kvpilot_engine.server.generation import Delta, Generation
+from kvpilot_engine.server.call_log import CallLog, start_call_log
+from kvpilot_engine.server.generation import Generation
 from kvpilot_engine.server.json_body import body_limit, json_response, read_body
-from kvpilot_engine.server.openai_answers import (
-    AnswerShape,
-    ChatShape,
-    CompletionShape,
-    build_answer,
-    build_chunk,
-    build_usage_chunk,
-)
-from kvpilot_engine.server.request_builder import PreparedCall
-from kvpilot_engine.server.request_id import REQUEST_ID_HEADER, request_id_of
-from kvpilot_engine.server.sse import EventStream
+from kvpilot_engine.server.logprob_answers import LogprobShape
+from kvpilot_engine.server.openai_answers import AnswerShape, AnswerWriter, ChatShape, CompletionShape
+from kvpilot_engine.server.prepared_call import CallOptions
 
-_LOG = logging.getLogger(__name__)
+TIMEOUT_HEADER = "x-request-timeout"
 routes = web.RouteTableDef()
 
 
@@ -79,123 +67,97 @@ async def detokenize(request: web.Request) -> web.Response:
 
 
 def _model_card(name: str, context: AppContext) -> dict[str, object]:
+    permission = {
+        "id": f"modelperm-{name}",
+        "object": "model_permission",
+        "created": context.started_at,
+        "allow_create_engine": False,
+        "allow_sampling": True,
+        "allow_logprobs": True,
+        "allow_search_indices": False,
+        "allow_view": True,
+        "allow_fine_tuning": False,
+        "organization": "*",
+        "group": None,
+        "is_blocking": False,
+    }
     return {
         "id": name,
         "object": "model",
         "created": context.started_at,
         "owned_by": "kvpilot",
-        "root": context.settings.served_names[0],
+        "root": context.settings.model_root or context.settings.served_names[0],
+        "parent": None,
         "max_model_len": context.engine.max_model_len or None,
+        "permission": [permission],
     }
 
 
 async def _answer(request: web.Request, shape: AnswerShape, *, is_chat: bool) -> web.StreamResponse:
     context = request.app[CONTEXT]
+    log = start_call_log(request, arrived_at=context.monotonic())
     context.num_calls += 1
     try:
-        return await _generate(request, context, shape, is_chat=is_chat)
+        return await _generate(request, context, shape, log, is_chat=is_chat)
     finally:
         context.num_calls -= 1
 
 
 async def _generate(
-    request: web.Request, context: AppContext, shape: AnswerShape, *, is_chat: bool
+    request: web.Request, context: AppContext, shape: AnswerShape, log: CallLog, *, is_chat: bool
 ) -> web.StreamResponse:
-    arrived_at = context.monotonic()
     builder, text = context.require_builder()
+    deadline_s = _deadline_s(request, context.settings.request_timeout_s)
+    options = CallOptions(created=context.unix_time(), cache_salt=_cache_salt(request, context))
     raw = await read_body(request, limit_bytes=body_limit(context.engine.max_model_len))
     prepare = builder.prepare_chat if is_chat else builder.prepare_completion
-    call = await context.in_text_thread(partial(prepare, raw, created=context.unix_time()))
+    call = await context.in_text_thread(partial(prepare, raw, options))
+    log.call_id, log.model, log.is_streamed, log.num_choices = (
+        call.call_id,
+        call.model,
+        call.is_streamed,
+        len(call.requests),
+    )
     generation = Generation(
         call,
         context.engine,
         text.tokenizer,
         context.metrics,
-        arrived_at=arrived_at,
-        deadline_s=context.settings.request_timeout_s,
+        arrived_at=log.arrived_at,
+        deadline_s=deadline_s,
         now=context.monotonic,
     )
+    logprobs = LogprobShape(text.tokenizer, num_top=call.num_top or 0, as_ids=call.tokens_as_ids)
+    writer = AnswerWriter(shape, call, logprobs, fingerprint=context.fingerprint)
     try:
-        async with contextlib.aclosing(generation.deltas()) as deltas:
-            if call.is_streamed:
-                return await _stream(request, shape, call, generation, deltas)
-            return await _collect(shape, call, generation, deltas)
+        if call.is_streamed:
+            return await answer_stream(request, call, generation, writer, log)
+        return await answer_whole(call, generation, writer, log)
     finally:
         generation.close()
         usage = generation.usage
-        _LOG.info(
-            "call %s: %d choices, %d prompt tokens, %d output tokens, %.3f s",
-            call.call_id,
-            len(call.requests),
-            usage.num_prompt_tokens,
-            usage.num_output_tokens,
-            context.monotonic() - arrived_at,
-        )
+        log.prompt_tokens, log.cached_tokens = usage.num_prompt_tokens, usage.num_cached_tokens
+        log.output_tokens = usage.num_output_tokens
+        first_token_s = generation.first_token_s
+        log.first_token_s = None if first_token_s is None else round(first_token_s, 4)
 
 
-async def _collect(
-    shape: AnswerShape, call: PreparedCall, generation: Generation, deltas: AsyncGenerator[Delta, None]
-) -> web.Response:
-    texts: list[list[str]] = [[] for _ in call.requests]
-    reasons = ["" for _ in call.requests]
-    async for delta in deltas:
-        texts[delta.choice].append(delta.text)
-        reasons[delta.choice] = delta.finish_reason or reasons[delta.choice]
-    return json_response(build_answer(shape, call, ["".join(parts) for parts in texts], reasons, generation.usage))
-
-
-async def _stream(
-    request: web.Request,
-    shape: AnswerShape,
-    call: PreparedCall,
-    generation: Generation,
-    deltas: AsyncGenerator[Delta, None],
-) -> web.StreamResponse:
-    settings = request.app[CONTEXT].settings
-    upcoming = asyncio.ensure_future(anext(deltas))
+def _deadline_s(request: web.Request, longest_s: float) -> float:
+    """The client's own deadline, never beyond the server's."""
+    raw = request.headers.get(TIMEOUT_HEADER)
+    if raw is None:
+        return longest_s
     try:
-        # A refusal by the engine is to have its HTTP status, so the headers wait for the first news; not for ever,
-        # since a request may queue for long and proxies want to see something.
-        await asyncio.wait({upcoming}, timeout=settings.keep_alive_s)
-        first = upcoming.result() if upcoming.done() else None
-        events = EventStream(
-            request, keep_alive_s=settings.keep_alive_s, headers={REQUEST_ID_HEADER: request_id_of(request)}
+        wanted = float(raw)
+    except ValueError:
+        wanted = math.nan
+    if not wanted > 0:
+        raise InvalidRequestError(
+            f"{TIMEOUT_HEADER} is {raw[:40]!r}; a number of seconds above 0 is needed", param=TIMEOUT_HEADER
         )
-        async with events:
-            try:
-                await _send_all(events, shape, call, first or await upcoming, deltas)
-                if call.include_usage:
-                    await events.send(build_usage_chunk(shape, call, generation.usage))
-                await events.send_done()
-            except ConnectionResetError:
-                _LOG.info("call %s: the client is gone", call.call_id)
-            except Exception as error:  # noqa: BLE001  headers are out: the error can only be told inside the stream
-                answer = map_error(error)
-                _LOG.warning(
-                    "call %s ended by %s", call.call_id, answer.code, exc_info=error if answer.status == 500 else None
-                )
-                request.app[CONTEXT].metrics.count_rejection(answer.code, is_overload=False)
-                await events.send(answer.body)
-                events.response.force_close()
-        return events.response
-    finally:
-        if not upcoming.done():
-            upcoming.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await upcoming
+    return min(wanted, longest_s)
 
 
-async def _send_all(
-    events: EventStream, shape: AnswerShape, call: PreparedCall, first: Delta, deltas: AsyncGenerator[Delta, None]
-) -> None:
-    opened: set[int] = set()
-    delta: Delta | None = first
-    while delta is not None:
-        if delta.choice not in opened:
-            opened.add(delta.choice)
-            opening = shape.opening_choice(delta.choice)
-            if opening is not None:
-                await events.send(build_chunk(shape, call, opening))
-        for choice in shape.chunk_choice(delta):
-            await events.send(build_chunk(shape, call, choice))
-        delta = await anext(deltas, None)
+def _cache_salt(request: web.Request, context: AppContext) -> str:
+    header = context.settings.cache_salt_header
+    return request.headers.get(header, "")[:256] if header else ""

@@ -1,132 +1,16 @@
 """The JSON of the OpenAI API as types: what comes in is parsed once here, and nothing past here sees raw JSON.
 
-A field that OpenAI's or vLLM's API has and we don't support yet is refused when its value would change the answer: an
-ignored `logit_bias` is a wrong answer that nobody sees. Fields that no API has are ignored, with a debug line.
-Strict: `"5"` and `1.5` are no integers.
+What chat and completions have in common is in `sampling_fields`.
 """
 
 from __future__ import annotations
 
-import json
-import logging
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kvpilot_engine.errors import InvalidRequestError
-from kvpilot_engine.text.text_validation import require_encodable
-
-_LOG = logging.getLogger(__name__)
-MAX_CHOICES = 128
-MAX_STOPS = 16
-
-_NOT_SUPPORTED: dict[str, tuple[object, ...]] = {
-    "audio": (),
-    "best_of": (1,),
-    "bad_words": ([],),
-    "echo": (False,),
-    "frequency_penalty": (0,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "include_stop_str_in_output": (False,),
-    "length_penalty": (1,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "modalities": (["text"],),
-    "prediction": (),
-    "presence_penalty": (0,),
-    "prompt_logprobs": (0, False),
-    "reasoning_effort": (),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_logprobs": (0,),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
-    "web_search_options": (),
-}
-"""Field → values besides null that mean "not used"."""
-_WITHOUT_EFFECT = frozenset(
-    {"metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user"}
-)
-
-
-class _Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
-    silent: ClassVar[frozenset[str]] = _WITHOUT_EFFECT
-
-    @model_validator(mode="after")
-    def _refuse_what_is_not_supported(self) -> _Body:
-        for name, value in (self.model_extra or {}).items():
-            if name in _NOT_SUPPORTED:
-                if value is not None and not any(_is_same(value, unused) for unused in _NOT_SUPPORTED[name]):
-                    raise InvalidRequestError(f"{name} is not supported by this server", param=name)
-            elif name not in self.silent:
-                _LOG.debug("unknown field ignored: %s", name)
-        return self
-
-
-def _is_same(value: object, unused: object) -> bool:
-    """Equal and of the same kind: `true` is not the number 1."""
-    return value == unused and isinstance(value, bool) == isinstance(unused, bool)
-
-
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
-    include_usage: bool | None = None
-
-
-class _GenerationBody(_Body):
-    model: str | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    ignore_eos: bool | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    cache_salt: Annotated[str, Field(max_length=256)] | None = None
-
-    @model_validator(mode="after")
-    def _check_stream_options(self) -> _GenerationBody:
-        if self.stream_options is not None and not self.stream:
-            raise InvalidRequestError('stream_options is only allowed with "stream": true', param="stream_options")
-        stops = self.stop_strings
-        if len(stops) > MAX_STOPS:
-            raise InvalidRequestError(f"stop has {len(stops)} entries; at most {MAX_STOPS} are allowed", param="stop")
-        if "" in stops:
-            raise InvalidRequestError("stop holds an empty string, which would end every text", param="stop")
-        return self
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-
-    @property
-    def num_choices(self) -> int:
-        return 1 if self.n is None else self.n
-
-    @property
-    def include_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    @property
-    def wanted_max_tokens(self) -> tuple[str, int | None]:
-        """The name of the field that set the limit, and the limit; None when the client set none."""
-        return "max_tokens", self.max_tokens
+from kvpilot_engine.server.sampling_fields import MAX_CHOICES, Count, GenerationBody, RequestBody
 
 
 class ChatMessage(BaseModel):
@@ -137,12 +21,45 @@ class ChatMessage(BaseModel):
     content: str | list[dict[str, Any]] | None = None
 
 
-class ChatCompletionBody(_GenerationBody):
+class ChatCompletionBody(GenerationBody):
+    not_supported: ClassVar[dict[str, tuple[object, ...]]] = {
+        **GenerationBody.not_supported,
+        "best_of": (1,),
+        "echo": (False,),
+    }
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: Literal[False] = False
+    logprobs: bool | None = None
+    top_logprobs: Count | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    """Without effect: a chat's prompt begins with exactly one BOS where the model wants one."""
+    reasoning_effort: str | None = None
+    """Handed to the template."""
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> ChatCompletionBody:
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequestError(
+                f'top_logprobs is {self.top_logprobs}; it needs "logprobs": true', param="top_logprobs"
+            )
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidRequestError(
+                "continue_final_message and add_generation_prompt can't both be true", param="continue_final_message"
+            )
+        return self
+
+    @property
+    def opens_new_turn(self) -> bool:
+        """Whether the template is to begin the assistant's answer."""
+        return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return {**effort, **(self.chat_template_kwargs or {})}
 
     @property
     def wanted_max_tokens(self) -> tuple[str, int | None]:
@@ -156,9 +73,33 @@ class ChatCompletionBody(_GenerationBody):
             )
         return "max_completion_tokens", self.max_completion_tokens
 
+    @property
+    def wanted_logprobs(self) -> tuple[str, int | None]:
+        return "top_logprobs", (self.top_logprobs or 0) if self.logprobs else None
 
-class CompletionBody(_GenerationBody):
+
+class CompletionBody(GenerationBody):
+    not_supported: ClassVar[dict[str, tuple[object, ...]]] = {**GenerationBody.not_supported, "suffix": ("",)}
     prompt: str | list[str] | list[int] | list[list[int]]
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    echo: bool | None = None
+    logprobs: Count | None = None
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _check_best_of(self) -> CompletionBody:
+        if self.best_of is None:
+            return self
+        if self.best_of < self.num_choices:
+            raise InvalidRequestError(
+                f"best_of is {self.best_of} and n is {self.num_choices}; best_of must be at least n", param="best_of"
+            )
+        if self.best_of > self.num_choices and self.stream:
+            raise InvalidRequestError(
+                f'best_of is {self.best_of} and n is {self.num_choices}; with "stream": true they must be equal',
+                param="best_of",
+            )
+        return self
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -171,13 +112,27 @@ class CompletionBody(_GenerationBody):
             return [[token for token in self.prompt if isinstance(token, int)]]
         return [part for part in self.prompt if not isinstance(part, int)]
 
+    @property
+    def num_candidates(self) -> int:
+        return self.num_choices if self.best_of is None else self.best_of
 
-class TokenizeBody(_Body):
+    @property
+    def wanted_logprobs(self) -> tuple[str, int | None]:
+        return "logprobs", self.logprobs
+
+    @property
+    def echoes(self) -> bool:
+        return bool(self.echo)
+
+
+class TokenizeBody(RequestBody):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
+    return_token_strs: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _check_one_of(self) -> TokenizeBody:
@@ -186,48 +141,6 @@ class TokenizeBody(_Body):
         return self
 
 
-class DetokenizeBody(_Body):
+class DetokenizeBody(RequestBody):
     model: str | None = None
     tokens: list[int]
-
-
-Body = TypeVar("Body", bound=BaseModel)
-
-
-def parse_body(kind: type[Body], raw: bytes) -> Body:
-    """Read a request body; raises InvalidRequestError that names the first bad field."""
-    value = _parse_object(raw)
-    for name, field in value.items():
-        require_encodable(name, "a key of the body")
-        require_encodable(field, name)
-    try:
-        return kind.model_validate(value)
-    except ValidationError as error:
-        raise _describe(error) from None
-
-
-def _parse_object(raw: bytes) -> dict[str, object]:
-    """The standard library's parser: unlike pydantic's it lets lone surrogates through, so that the field is named."""
-    if not raw.strip():
-        raise InvalidRequestError("the body is empty; a JSON object is needed")
-    try:
-        value = json.loads(raw, parse_constant=_refuse_constant)
-    except RecursionError:
-        raise InvalidRequestError("the body is nested too deeply") from None
-    except ValueError as error:
-        raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise InvalidRequestError("the body must be a JSON object")
-    return value
-
-
-def _refuse_constant(name: str) -> object:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def _describe(error: ValidationError) -> InvalidRequestError:
-    problems = error.errors(include_url=False, include_context=False, include_input=False)
-    place = ".".join(str(part) for part in problems[0]["loc"])
-    others = {str(problem["loc"][0]) for problem in problems[1:] if problem["loc"]} - {str(problems[0]["loc"][0])}
-    more = f" (also wrong: {', '.join(sorted(others))})" if others else ""
-    return InvalidRequestError(f"{place}: {problems[0]['msg']}{more}", param=str(problems[0]["loc"][0]))

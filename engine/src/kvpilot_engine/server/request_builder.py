@@ -7,79 +7,88 @@ Invariant: past here there is no JSON and no text that the engine would have to 
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from kvpilot_engine.core.ids import RequestId, TokenId
 from kvpilot_engine.core.request import GenerationRequest
-from kvpilot_engine.core.sampling_params import SamplingParams
 from kvpilot_engine.errors import InvalidRequestError, ModelNotServedError, NeverFitsError
+from kvpilot_engine.server.body_parsing import parse_body
 from kvpilot_engine.server.openai_schema import (
     ChatCompletionBody,
     ChatMessage,
     CompletionBody,
     DetokenizeBody,
     TokenizeBody,
-    parse_body,
 )
+from kvpilot_engine.server.prepared_call import CallOptions, PreparedCall
+from kvpilot_engine.server.sampling_builder import SamplingBuilder
+from kvpilot_engine.server.sampling_fields import GenerationBody
 from kvpilot_engine.text.model_text import ModelText
+from kvpilot_engine.text.prompt_text import PromptText, describe_prompt
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions; a chat goes on to the model's limit."""
-ALL_TOKENS = -1
-"""vLLM's way to say that top_k is off; ours is 0."""
-_SEED_MASK = 2**63 - 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedCall:
-    """One API call, ready for the engine. Choice i is requests[i]."""
-
-    call_id: str
-    created: int
-    model: str
-    requests: tuple[GenerationRequest, ...]
-    stop_strings: tuple[str, ...]
-    num_prompt_tokens: int
-    """Of all prompts; a prompt counts once, however many choices it has."""
-    num_choices: int
-    """n of the body."""
-    is_streamed: bool
-    include_usage: bool
 
 
 class RequestBuilder:
     """Bound to one loaded model. Safe to use from several threads."""
 
-    def __init__(self, text: ModelText, *, served_names: tuple[str, ...], max_model_len: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        text: ModelText,
+        *,
+        served_names: tuple[str, ...],
+        max_model_len: int,
+        vocab_size: int,
+        max_logprobs: int,
+        takes_salt: bool = True,
+    ) -> None:
+        """`takes_salt`: whether a body may hold cache_salt; False where a trusted header brings it."""
         self._text = text
         self._served_names = served_names
         self._max_model_len = max_model_len
-        self._vocab_size = vocab_size
+        self._takes_salt = takes_salt
+        self._sampling = SamplingBuilder(
+            text, max_model_len=max_model_len, vocab_size=vocab_size, max_logprobs=max_logprobs
+        )
         tokenizer = text.tokenizer
         self._longest_token = max(
             (len(tokenizer.token_bytes(TokenId(i))) for i in range(tokenizer.vocab_size)), default=1
         )
 
-    def prepare_chat(self, raw: bytes, *, created: int) -> PreparedCall:
+    def prepare_chat(self, raw: bytes, options: CallOptions) -> PreparedCall:
         body = parse_body(ChatCompletionBody, raw)
         model = self._check_model(body.model)
-        self._check_text_length(sum(_content_size(message) for message in body.messages), "messages")
+        if body.truncate_prompt_tokens is None:
+            self._check_text_length(sum(_content_size(message) for message in body.messages), "messages")
         prompt = self._text.encode_chat(
             [message.model_dump(exclude_unset=True) for message in body.messages],
-            add_generation_prompt=body.add_generation_prompt,
-            variables=body.chat_template_kwargs,
+            add_generation_prompt=body.opens_new_turn,
+            variables=body.template_variables,
         )
-        return self._build(body, [prompt], "chatcmpl", created, model, param="messages", default_max_tokens=None)
+        prompts = [self._truncate(body, prompt, None)]
+        return self._build(body, prompts, [], model, options, prefix="chatcmpl", param="messages", max_tokens=None)
 
-    def prepare_completion(self, raw: bytes, *, created: int) -> PreparedCall:
+    def prepare_completion(self, raw: bytes, options: CallOptions) -> PreparedCall:
         body = parse_body(CompletionBody, raw)
         model = self._check_model(body.model)
-        prompts = [
-            self._encode_text(prompt, "prompt") if isinstance(prompt, str) else self._check_ids(prompt, "prompt")
-            for prompt in body.prompts
-        ]
+        prompts: list[list[TokenId]] = []
+        echoes: list[PromptText] = []
+        for prompt in body.prompts:
+            if isinstance(prompt, str):
+                encoded = self._encode_text(
+                    prompt, "prompt", add_bos=body.add_special_tokens, keeps_end=body.truncate_prompt_tokens is not None
+                )
+            else:
+                encoded = self._sampling.check_ids(prompt, "prompt")
+            ids = self._truncate(body, encoded, COMPLETION_MAX_TOKENS)
+            prompts.append(ids)
+            if body.echoes:
+                is_whole = isinstance(prompt, str) and len(ids) == len(encoded)
+                text = prompt if isinstance(prompt, str) and is_whole else None
+                echoes.append(describe_prompt(self._text.tokenizer, ids, text=text))
         return self._build(
-            body, prompts, "cmpl", created, model, param="prompt", default_max_tokens=COMPLETION_MAX_TOKENS
+            body, prompts, echoes, model, options, prefix="cmpl", param="prompt", max_tokens=COMPLETION_MAX_TOKENS
         )
 
     def tokenize(self, raw: bytes) -> dict[str, object]:
@@ -90,100 +99,79 @@ class RequestBuilder:
             ids = self._text.encode_chat(
                 [message.model_dump(exclude_unset=True) for message in body.messages],
                 add_generation_prompt=body.add_generation_prompt,
+                variables=body.chat_template_kwargs,
             )
         else:
             ids = self._encode_text(body.prompt or "", "prompt", add_bos=body.add_special_tokens)
-        return {"count": len(ids), "max_model_len": self._max_model_len, "tokens": ids}
+        answer: dict[str, object] = {"count": len(ids), "max_model_len": self._max_model_len, "tokens": ids}
+        if body.return_token_strs:
+            answer["token_strs"] = [self._text.tokenizer.decode([token]) for token in ids]
+        return answer
 
     def detokenize(self, raw: bytes) -> dict[str, object]:
         body = parse_body(DetokenizeBody, raw)
         self._check_model(body.model)
-        return {"prompt": self._text.tokenizer.decode(self._check_ids(body.tokens, "tokens"))}
+        return {"prompt": self._text.tokenizer.decode(self._sampling.check_ids(body.tokens, "tokens"))}
 
     def _build(
         self,
-        body: ChatCompletionBody | CompletionBody,
-        prompts: list[list[TokenId]],
-        prefix: str,
-        created: int,
+        body: GenerationBody,
+        prompts: Sequence[list[TokenId]],
+        echoes: Sequence[PromptText],
         model: str,
+        options: CallOptions,
         *,
+        prefix: str,
         param: str,
-        default_max_tokens: int | None,
+        max_tokens: int | None,
     ) -> PreparedCall:
         call_id = f"{prefix}-{secrets.token_hex(16)}"
-        seed = secrets.randbits(63) if body.seed is None else body.seed & _SEED_MASK
+        seed = self._sampling.draw_seed(body)
+        salt = self._cache_salt(body, options)
         requests: list[GenerationRequest] = []
         for prompt in prompts:
             if not prompt:
                 raise InvalidRequestError(f"{param} has no tokens; at least 1 is needed", param=param)
-            sampling = self._sampling(body, len(prompt), seed, param, default_max_tokens)
+            sampling = self._sampling.build(body, len(prompt), seed=seed, param=param, default_max_tokens=max_tokens)
             requests += [
                 GenerationRequest(
                     request_id=RequestId(f"{call_id}-{len(requests) + choice}"),
                     prompt_token_ids=tuple(prompt),
                     sampling=sampling,
                     choice=choice,
-                    cache_salt=body.cache_salt or "",
+                    priority=body.priority or 0,
+                    cache_salt=salt,
                 )
-                for choice in range(body.num_choices)
+                for choice in range(body.num_candidates)
             ]
         return PreparedCall(
             call_id=call_id,
-            created=created,
+            created=options.created,
             model=model,
             requests=tuple(requests),
-            stop_strings=body.stop_strings,
-            num_prompt_tokens=sum(len(prompt) for prompt in prompts),
             num_choices=body.num_choices,
+            num_candidates=body.num_candidates,
+            stop_strings=body.stop_strings,
+            own_stop_ids=frozenset(TokenId(token) for token in body.stop_token_ids or ()),
+            keeps_stop=bool(body.include_stop_str_in_output),
+            skip_specials=body.skip_special_tokens is not False,
+            echoes=tuple(echoes),
+            num_top=body.wanted_logprobs[1],
+            shows_prompt_logprobs=body.prompt_logprobs is not None,
+            tokens_as_ids=bool(body.return_tokens_as_token_ids),
             is_streamed=bool(body.stream),
             include_usage=body.include_usage,
+            continuous_usage=body.continuous_usage,
         )
 
-    def _sampling(
-        self,
-        body: ChatCompletionBody | CompletionBody,
-        num_prompt_tokens: int,
-        seed: int,
-        param: str,
-        default_max_tokens: int | None,
-    ) -> SamplingParams:
-        defaults = self._text.generation_defaults
-        stop_ids = self._check_ids(body.stop_token_ids or [], "stop_token_ids")
-        return SamplingParams(
-            max_tokens=self._max_tokens(body, num_prompt_tokens, param, default_max_tokens),
-            temperature=defaults.temperature if body.temperature is None else body.temperature,
-            top_p=defaults.top_p if body.top_p is None else body.top_p,
-            top_k=defaults.top_k if body.top_k is None else 0 if body.top_k == ALL_TOKENS else body.top_k,
-            seed=seed,
-            stop_token_ids=self._text.end_token_ids | frozenset(stop_ids),
-            ignore_eos=bool(body.ignore_eos),
-        )
-
-    def _max_tokens(
-        self, body: ChatCompletionBody | CompletionBody, num_prompt_tokens: int, param: str, default: int | None
-    ) -> int:
-        """The limit of the output; every number in a refusal is one that the client sent or the model has."""
-        limit = self._max_model_len
-        if num_prompt_tokens >= limit:
-            raise NeverFitsError(
-                f"the prompt has {num_prompt_tokens} tokens; this model's context is {limit} tokens, "
-                "prompt and at least 1 token of output together",
-                param=param,
+    def _cache_salt(self, body: GenerationBody, options: CallOptions) -> str:
+        if not self._takes_salt and body.cache_salt:
+            raise InvalidRequestError(
+                "cache_salt is not allowed in the body; this server takes it from a header of its gateway "
+                "(--cache-salt-header)",
+                param="cache_salt",
             )
-        room = limit - num_prompt_tokens
-        name, wanted = body.wanted_max_tokens
-        if wanted is None:
-            return room if default is None else min(default, room)
-        if wanted < 1:
-            raise InvalidRequestError(f"{name} is {wanted}; it must be at least 1", param=name)
-        if wanted > room:
-            raise NeverFitsError(
-                f"the prompt has {num_prompt_tokens} tokens and {name} is {wanted}, together "
-                f"{num_prompt_tokens + wanted}; this model's context is {limit} tokens",
-                param=name,
-            )
-        return wanted
+        return options.cache_salt or body.cache_salt or ""
 
     def _check_model(self, name: str | None) -> str:
         if name is None:
@@ -192,9 +180,28 @@ class RequestBuilder:
             raise ModelNotServedError(f"the model {name[:200]!r} does not exist here; served: {self._served_names[0]}")
         return name
 
-    def _encode_text(self, prompt: str, param: str, *, add_bos: bool = True) -> list[TokenId]:
+    def _encode_text(self, prompt: str, param: str, *, add_bos: bool = True, keeps_end: bool = False) -> list[TokenId]:
+        """keeps_end: the prompt will be truncated, so only its end is looked at when it is far too long."""
+        if keeps_end:
+            prompt = prompt[-self._max_model_len * self._longest_token :]
         self._check_text_length(len(prompt), param)
         return self._text.encode_prompt(prompt, param=param, add_bos=add_bos)
+
+    def _truncate(self, body: GenerationBody, prompt: list[TokenId], default_max_tokens: int | None) -> list[TokenId]:
+        """The last truncate_prompt_tokens tokens; -1 keeps as many as fit beside the output."""
+        wanted = body.truncate_prompt_tokens
+        if wanted is None:
+            return prompt
+        if wanted > self._max_model_len:
+            raise InvalidRequestError(
+                f"truncate_prompt_tokens is {wanted}; this model's context is {self._max_model_len} tokens",
+                param="truncate_prompt_tokens",
+            )
+        if wanted < 0:
+            _, max_tokens = body.wanted_max_tokens
+            output = max_tokens if max_tokens is not None else default_max_tokens or 1
+            wanted = max(1, self._max_model_len - max(0, output))
+        return prompt[-wanted:]
 
     def _check_text_length(self, num_chars: int, param: str) -> None:
         """Refuse before tokenizing what can't fit even if it were all of the vocabulary's longest token."""
@@ -205,14 +212,6 @@ class RequestBuilder:
                 f"{self._max_model_len} tokens",
                 param=param,
             )
-
-    def _check_ids(self, ids: list[int], param: str) -> list[TokenId]:
-        for token in ids:
-            if not 0 <= token < self._vocab_size:
-                raise InvalidRequestError(
-                    f"{param} holds {token}; token ids of this model are 0..{self._vocab_size - 1}", param=param
-                )
-        return [TokenId(token) for token in ids]
 
 
 def _content_size(message: ChatMessage) -> int:

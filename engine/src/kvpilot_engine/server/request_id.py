@@ -19,5 +19,8 @@ def assign_request_id(request: web.Request) -> str:
     return request_id
 
 
-def request_id_of(request: web.Request) -> str:
-    return request[_KEY]
+async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
+    """For the application's on_response_prepare."""
+    request_id = request.get(_KEY)
+    if request_id is not None:
+        response.headers[REQUEST_ID_HEADER] = request_id

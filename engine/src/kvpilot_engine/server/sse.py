@@ -20,10 +20,10 @@ HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 class EventStream:
     """Use as an async context manager: headers go out on entering, the end of the body on leaving."""
 
-    def __init__(self, request: web.Request, *, keep_alive_s: float, headers: dict[str, str]) -> None:
+    def __init__(self, request: web.Request, *, keep_alive_s: float) -> None:
         self._request = request
         self._keep_alive_s = keep_alive_s
-        self._response = web.StreamResponse(headers={**HEADERS, **headers})
+        self._response = web.StreamResponse(headers=HEADERS)
         self._response.content_type = "text/event-stream"
         self._response.charset = "utf-8"
         self._pinger: asyncio.Task[None] | None = None
@@ -33,11 +33,12 @@ class EventStream:
     def response(self) -> web.StreamResponse:
         return self._response
 
-    async def send(self, value: object) -> None:
-        await self._write(b"data: " + encode_json(value) + b"\n\n")
+    async def send(self, events: bytes) -> None:
+        """Write one or more whole events."""
+        await self._write(events)
 
-    async def send_done(self) -> None:
-        await self._write(b"data: [DONE]\n\n")
+    async def send_json(self, value: object) -> None:
+        await self._write(b"data: " + encode_json(value) + b"\n\n")
 
     async def __aenter__(self) -> Self:
         await self._response.prepare(self._request)

@@ -6,6 +6,7 @@ request answers can be read off its prompt, and a wrong token shows.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from kvpilot_engine.core.memory_report import MemoryReport
 from kvpilot_engine.core.ports import ModelRunner
 from kvpilot_engine.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from kvpilot_engine.core.settings import CacheSettings, SchedulerSettings
+from kvpilot_engine.core.token_logprobs import TokenLogprobs
 from kvpilot_engine.errors import (
     DeviceOutOfMemoryError,
     DoesNotFitError,
@@ -42,7 +44,20 @@ class AlphabetRunner:
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         self._obey()
-        return ModelRunnerOutput({s.request_id: _next_token(s.token_ids[-1]) for s in plan.scheduled if s.samples})
+        sampled = {s.request_id: _next_token(s.token_ids[-1]) for s in plan.scheduled if s.samples}
+        return ModelRunnerOutput(
+            sampled,
+            logprobs={
+                s.request_id: make_logprobs(sampled[s.request_id], s.sampling.logprobs)
+                for s in plan.scheduled
+                if s.samples and s.sampling.logprobs is not None
+            },
+            prompt_logprobs={
+                s.request_id: tuple(make_logprobs(token, s.sampling.prompt_logprobs or 0) for token in s.prompt_targets)
+                for s in plan.scheduled
+                if s.prompt_targets
+            },
+        )
 
     def _obey(self) -> None:
         time.sleep(self._step_s)
@@ -66,6 +81,15 @@ def _next_token(token: TokenId) -> TokenId:
     if ord("A") <= token < ord("Z"):
         return TokenId(token + 1)
     return END if token == ord("Z") else TokenId(ord("A"))
+
+
+def make_logprobs(token: TokenId, num_top: int) -> TokenLogprobs:
+    """The token itself at -0.5 and first, then its followers at -1, -2, … and nothing else: minus infinity."""
+    top = [
+        (token, -0.5),
+        *((TokenId((token + i) % VOCAB_SIZE), -float(i) if i < 3 else -math.inf) for i in range(1, 9)),
+    ]
+    return TokenLogprobs(token, -0.5, 1, tuple(top[:num_top]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,18 +15,26 @@ from collections.abc import Iterable
 from kvpilot_engine.core.ids import TokenId
 from kvpilot_engine.text.tokenizer import Tokenizer
 
+_NOTHING: frozenset[TokenId] = frozenset()
+
 
 class IncrementalDetokenizer:
-    """The text of one output; control tokens add nothing to it."""
+    """The text of one output; with skip_specials, control tokens add nothing to it."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, *, skip_specials: bool = True) -> None:
+        self._token_bytes = tokenizer.token_bytes
+        self._hidden = tokenizer.special_ids if skip_specials else _NOTHING
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, ids: Iterable[TokenId]) -> str:
         """Return the text that these ids complete; empty while a character is incomplete."""
-        hidden = self._tokenizer.special_ids
-        return self._decoder.decode(b"".join(self._tokenizer.token_bytes(i) for i in ids if i not in hidden))
+        hidden = self._hidden
+        return self._decoder.decode(b"".join(self._token_bytes(i) for i in ids if i not in hidden))
+
+    @property
+    def is_inside_character(self) -> bool:
+        """True while bytes of an incomplete character are held."""
+        return bool(self._decoder.getstate()[0])
 
     def flush(self) -> str:
         """Return what is held at the end of the output: U+FFFD for half a character, else nothing."""

@@ -24,25 +24,28 @@ class StopResult:
 
 
 class StopStringMatcher:
-    """Watches one output for its stop strings."""
+    """Watches one output for its stop strings; with keeps_match the one that is found goes out too."""
 
-    def __init__(self, stop_strings: Iterable[str]) -> None:
+    def __init__(self, stop_strings: Iterable[str], *, keeps_match: bool = False) -> None:
         self._stop_strings = tuple(dict.fromkeys(stop_strings))
         if not all(self._stop_strings):
             raise InvalidRequestError("stop holds an empty string; it would end every output", param="stop")
         self._longest = max(map(len, self._stop_strings), default=0)
+        self._keeps_match = keeps_match
         self._held = ""
 
     def push(self, text: str) -> StopResult:
         """Take more of the output; not to be called again after a match."""
+        if not self._stop_strings:
+            return StopResult(text)
         pending = self._held + text
         matches = [
             (start + len(stop), start, stop) for stop in self._stop_strings if (start := pending.find(stop)) >= 0
         ]
         if matches:
-            _, start, matched = min(matches)
+            end, start, matched = min(matches)
             self._held = ""
-            return StopResult(pending[:start], matched)
+            return StopResult(pending[: end if self._keeps_match else start], matched)
         num_held = self._count_held(pending)
         self._held = pending[len(pending) - num_held :]
         return StopResult(pending[: len(pending) - num_held])

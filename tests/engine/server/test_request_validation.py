@@ -89,7 +89,11 @@ async def error_of(response: ClientResponse, status: int) -> dict[str, Any]:
         ({"echo": True}, "echo"),
         ({"use_beam_search": True}, "use_beam_search"),
         ({"tools": [{"type": "function"}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        ({"response_format": "json_object"}, "response_format"),
+        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
+        ({"guided_json": {"type": "object"}, "structured_outputs": {"regex": "a"}}, "guided_json"),
+        ({"guided_json": {"type": 5}}, "guided_json"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

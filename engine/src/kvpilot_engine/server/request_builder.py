@@ -25,6 +25,7 @@ from kvpilot_engine.server.sampling_builder import SamplingBuilder
 from kvpilot_engine.server.sampling_fields import GenerationBody
 from kvpilot_engine.text.model_text import ModelText
 from kvpilot_engine.text.prompt_text import PromptText, describe_prompt
+from kvpilot_engine.text.structured_output import build_grammar
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions; a chat goes on to the model's limit."""
@@ -64,6 +65,7 @@ class RequestBuilder:
         prompt = self._text.encode_chat(
             [message.model_dump(exclude_unset=True) for message in body.messages],
             add_generation_prompt=body.opens_new_turn,
+            continue_final_message=bool(body.continue_final_message),
             variables=body.template_variables,
         )
         prompts = [self._truncate(body, prompt, None)]
@@ -128,6 +130,7 @@ class RequestBuilder:
         call_id = f"{prefix}-{secrets.token_hex(16)}"
         seed = self._sampling.draw_seed(body)
         salt = self._cache_salt(body, options)
+        grammar = build_grammar(body.grammar_fields)
         requests: list[GenerationRequest] = []
         for prompt in prompts:
             if not prompt:
@@ -140,6 +143,7 @@ class RequestBuilder:
                     sampling=sampling,
                     choice=choice,
                     priority=body.priority or 0,
+                    grammar=grammar,
                     cache_salt=salt,
                 )
                 for choice in range(body.num_candidates)

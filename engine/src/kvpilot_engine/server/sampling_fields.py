@@ -7,12 +7,13 @@ Strict: `"5"` and `1.5` are no integers. None means that the client said nothing
 from __future__ import annotations
 
 import logging
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kvpilot_engine.core.sampling_params import MAX_LOGIT_BIAS, MAX_PENALTY, MAX_TEMPERATURE
 from kvpilot_engine.errors import InvalidRequestError
+from kvpilot_engine.text.structured_output import GRAMMAR_FIELDS
 
 _LOG = logging.getLogger(__name__)
 MAX_CHOICES = 128
@@ -29,18 +30,12 @@ _NOT_SUPPORTED: dict[str, tuple[object, ...]] = {
     "documents": ([],),
     "function_call": ("none",),
     "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "kv_transfer_params": (),
     "length_penalty": (1,),
     "logits_processors": ([],),
     "modalities": (["text"],),
     "prediction": (),
     "prompt_embeds": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "use_beam_search": (False,),
@@ -132,6 +127,12 @@ class GenerationBody(RequestBody):
     stream_options: StreamOptions | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
     @model_validator(mode="after")
     def _check_together(self) -> GenerationBody:
@@ -154,6 +155,11 @@ class GenerationBody(RequestBody):
     @property
     def stop_strings(self) -> tuple[str, ...]:
         return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def grammar_fields(self) -> dict[str, object]:
+        """What the output must match, as `structured_output` reads it."""
+        return {name: getattr(self, name) for name in GRAMMAR_FIELDS}
 
     @property
     def num_choices(self) -> int:

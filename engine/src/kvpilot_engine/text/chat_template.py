@@ -85,9 +85,13 @@ class ChatTemplate:
         *,
         tools: list[object] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         variables: Mapping[str, object] | None = None,
     ) -> RenderedChat:
-        """Render a request's messages; `variables` are its chat_template_kwargs. Raises InvalidRequestError."""
+        """Render a request's messages; `variables` are its chat_template_kwargs. Raises InvalidRequestError.
+
+        With continue_final_message the rendered text ends with the text of the last message, so that it goes on.
+        """
         if tools and not self.supports_tools:
             raise InvalidRequestError("the model's chat template ignores tools; leave them out", param="tools")
         try:
@@ -107,7 +111,8 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
-        return RenderedChat(self._render(context, unmask), unmask)
+        text = self._render(context, unmask)
+        return RenderedChat(_cut_after_last(text, masked_messages) if continue_final_message else text, unmask)
 
     def _render(self, context: Mapping[str, object], unmask: Mapping[int, str]) -> str:
         try:
@@ -165,6 +170,19 @@ class _Masker:
             return value
 
         return mask_value(data), {ord(mask): first for first, mask in mask_by_first.items()}
+
+
+def _cut_after_last(text: str, messages: list[dict[str, object]]) -> str:
+    """Cut what the template wrote after the last message; templates may have trimmed the message."""
+    content = str(messages[-1]["content"])
+    start = text.rfind(content.strip())
+    if start < 0 or not content.strip():
+        raise InvalidRequestError(
+            "continue_final_message: the last message has no text that the chat template shows",
+            param="continue_final_message",
+        )
+    kept = content.lstrip()
+    return text[: start + len(kept if text.startswith(kept, start) else content.strip())]
 
 
 def _iterate_strings(value: object) -> Iterator[str]:

@@ -54,6 +54,7 @@ class ModelText:
         *,
         tools: list[object] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         variables: Mapping[str, object] | None = None,
     ) -> list[TokenId]:
         """Render and encode a chat request's messages; control-token text in them stays text."""
@@ -63,7 +64,11 @@ class ModelText:
                 param="messages",
             )
         rendered = self.chat_template.render(
-            messages, tools=tools, add_generation_prompt=add_generation_prompt, variables=variables
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=variables,
         )
         parts = self.tokenizer.split_at_specials(rendered.masked_text)
         unmasked = (part.translate(rendered.unmask) if isinstance(part, str) else part for part in parts)

@@ -23,7 +23,7 @@ from kvpilot_engine.execution.device_memory import HostMemory
 from kvpilot_engine.execution.kv_cache_tensors import KVCacheTensors
 from kvpilot_engine.execution.sampler import sample
 from kvpilot_engine.execution.torch_model_runner import TorchModelRunner
-from kvpilot_engine.models.llama import LlamaForCausalLM, load_llama
+from kvpilot_engine.models.torch_decoder import TorchDecoder, load_torch_decoder
 from kvpilot_engine.models.weights import open_weights
 
 TINY_CONFIG: dict[str, object] = {
@@ -106,9 +106,9 @@ def tiny_weights() -> Callable[..., dict[str, torch.Tensor]]:
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tiny_folder: Path) -> LlamaForCausalLM:
+def tiny_model(tiny_folder: Path) -> TorchDecoder:
     with open_weights(tiny_folder) as source:
-        return load_llama(source, max_positions=256)
+        return load_torch_decoder(source, max_positions=256)
 
 
 @pytest.fixture(scope="session")
@@ -121,9 +121,9 @@ def smollm2_gguf() -> Path:
 
 
 @pytest.fixture(scope="session")
-def smollm2_model(smollm2_gguf: Path) -> LlamaForCausalLM:
+def smollm2_model(smollm2_gguf: Path) -> TorchDecoder:
     with open_weights(smollm2_gguf) as source:
-        return load_llama(source, max_positions=1024)
+        return load_torch_decoder(source, max_positions=1024)
 
 
 @dataclass
@@ -155,7 +155,7 @@ class Run:
 class Generator:
     """Runs prompts through the real engine core and runner."""
 
-    model: LlamaForCausalLM
+    model: TorchDecoder
 
     def run(
         self,
@@ -214,10 +214,10 @@ def greedy(max_tokens: int) -> SamplingParams:
 
 
 @pytest.fixture(scope="session")
-def tiny(tiny_model: LlamaForCausalLM) -> Generator:
+def tiny(tiny_model: TorchDecoder) -> Generator:
     return Generator(tiny_model)
 
 
 @pytest.fixture(scope="session")
-def smollm2(smollm2_model: LlamaForCausalLM) -> Generator:
+def smollm2(smollm2_model: TorchDecoder) -> Generator:
     return Generator(smollm2_model)

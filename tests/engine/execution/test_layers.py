@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch.nn import functional
@@ -12,10 +10,10 @@ from kvpilot_engine.core.ids import BlockId, RequestId, TokenId
 from kvpilot_engine.core.sampling_params import SamplingParams
 from kvpilot_engine.core.scheduler_output import ScheduledSequence, SchedulerOutput
 from kvpilot_engine.execution.batch_inputs import build_batch_inputs
+from kvpilot_engine.execution.torch_inputs import build_torch_inputs
 from kvpilot_engine.layers.attention import AttentionShape, empty_layer_kv
 from kvpilot_engine.layers.linear import ROW_TILE, pad_rows, tiled_linear
 from kvpilot_engine.layers.norm import silu_and_mul
-from kvpilot_engine.layers.rotary import Llama3RopeScaling, rotary_frequencies
 from kvpilot_engine.layers.torch_attention import TorchAttention
 
 
@@ -23,7 +21,7 @@ from kvpilot_engine.layers.torch_attention import TorchAttention
 @pytest.mark.parametrize("block_size", [4, 16, 24])
 def test_paged_attention_equals_plain_attention(head_dim: int, block_size: int) -> None:
     """Three sequences, two of them with tokens from earlier steps, blocks in no order, garbage in unused slots."""
-    shape = AttentionShape(num_heads=6, num_kv_heads=2, head_dim=head_dim)
+    shape = AttentionShape(num_heads=6, num_kv_heads=2, head_dim=head_dim, scale=head_dim**-0.5)
     generator = torch.Generator().manual_seed(2)
     lengths, computed = (37, 1, 70), (30, 0, 69)
     layer = empty_layer_kv(60, shape, block_size)
@@ -54,7 +52,7 @@ def test_paged_attention_equals_plain_attention(head_dim: int, block_size: int) 
             if ends[index] > starts[index]
         )
         chosen = [int(sequence.request_id) for sequence in scheduled]
-        plan = attention.plan(build_batch_inputs(SchedulerOutput(scheduled), block_size).attention)
+        plan = attention.plan(build_torch_inputs(build_batch_inputs(SchedulerOutput(scheduled), block_size)).attention)
         attention.write_kv(
             layer,
             torch.cat([keys[i][starts[i] : ends[i]] for i in chosen]),
@@ -80,13 +78,13 @@ def test_paged_attention_equals_plain_attention(head_dim: int, block_size: int) 
 
 
 def test_the_null_block_is_never_written() -> None:
-    shape = AttentionShape(num_heads=2, num_kv_heads=2, head_dim=8)
+    shape = AttentionShape(num_heads=2, num_kv_heads=2, head_dim=8, scale=1.0)
     layer = empty_layer_kv(3, shape, 16)
     sequence = ScheduledSequence(
         RequestId("a"), 0, (TokenId(0),) * 5, (BlockId(2),), SamplingParams(max_tokens=1), 0, samples=True
     )
     attention = TorchAttention(shape)
-    plan = attention.plan(build_batch_inputs(SchedulerOutput((sequence,)), 16).attention)
+    plan = attention.plan(build_torch_inputs(build_batch_inputs(SchedulerOutput((sequence,)), 16)).attention)
     attention.write_kv(layer, torch.ones(5, 2, 8), torch.ones(5, 2, 8), plan)
     assert not layer.keys[0].any()
     assert layer.keys[2, :, :5].all()
@@ -116,17 +114,3 @@ def test_gated_activation_is_silu_and_the_same_bits_at_any_offset() -> None:
     torch.testing.assert_close(together, functional.silu(gate) * up)
     for row in range(7):
         assert torch.equal(silu_and_mul(x[row : row + 1])[0], together[row])
-
-
-def test_llama3_scaling_keeps_high_divides_low_and_blends_between() -> None:
-    scaling = Llama3RopeScaling(
-        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
-    )
-    plain, scaled = rotary_frequencies(128, 500_000.0), rotary_frequencies(128, 500_000.0, scaling)
-    wavelength = 2 * math.pi / plain
-    high, low = wavelength < 8192 / 4, wavelength > 8192
-    assert torch.equal(scaled[high], plain[high])
-    torch.testing.assert_close(scaled[low], plain[low] / 8)
-    between = ~(high | low)
-    assert between.any()
-    assert ((scaled < plain) & (scaled > plain / 8))[between].all()

@@ -15,7 +15,7 @@ from kvpilot_engine.core.settings import SchedulerSettings
 from kvpilot_engine.execution.device_memory import HostMemory
 from kvpilot_engine.layers.linear import padded_rows
 from kvpilot_engine.layers.torch_attention import KEY_GROUP, MAX_PAIRS, QUERY_TILE
-from kvpilot_engine.models.config import LlamaConfig
+from kvpilot_engine.models.decoder_config import DecoderConfig
 
 _FLOAT = 4
 _INDEX = 8
@@ -23,24 +23,23 @@ _SAMPLER_ROWS = 6
 """float64 rows of the vocabulary that the sampler holds for the sequence in hand: weights, sums, sorted copies, ids."""
 
 
-def activation_bound_bytes(config: LlamaConfig, scheduler: SchedulerSettings, max_model_len: int) -> int:
+def activation_bound_bytes(config: DecoderConfig, scheduler: SchedulerSettings, max_model_len: int) -> int:
     """Sum of the tensors that live at once in the widest moment of a step; each term an upper bound."""
     rows = padded_rows(scheduler.max_num_batched_tokens)
-    shape = config.attention_shape
-    query_width, kv_width = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    query_width, kv_width = config.query_size, config.kv_size
     # hidden, normed, attended and one matrix product's input and output; the gated activation holds two halves more
     in_layer = (
         rows * (4 * config.hidden_size + max(4 * query_width + 4 * kv_width, 5 * config.intermediate_size)) * _FLOAT
     )
     longest_groups = -(-max_model_len // KEY_GROUP)
     pairs = max(MAX_PAIRS, longest_groups)
-    tile_heads = QUERY_TILE * shape.heads_per_kv
+    tile_heads = QUERY_TILE * config.heads_per_kv
     # gathered keys or values, then per pair: queries or weighted values, scores and their copy
-    per_pair = shape.num_kv_heads * (KEY_GROUP + 2 * tile_heads) * shape.head_dim * _FLOAT
-    per_pair += 2 * shape.num_kv_heads * tile_heads * (KEY_GROUP + 2) * _FLOAT
+    per_pair = config.num_kv_heads * (KEY_GROUP + 2 * tile_heads) * config.head_dim * _FLOAT
+    per_pair += 2 * config.num_kv_heads * tile_heads * (KEY_GROUP + 2) * _FLOAT
     tiles = -(-scheduler.max_num_batched_tokens // QUERY_TILE) + scheduler.max_num_seqs
     planned = (
-        tiles * longest_groups * (shape.num_kv_heads * KEY_GROUP * _INDEX * 2 + QUERY_TILE * KEY_GROUP + 2 * _INDEX)
+        tiles * longest_groups * (config.num_kv_heads * KEY_GROUP * _INDEX * 2 + QUERY_TILE * KEY_GROUP + 2 * _INDEX)
     )
     sampled = padded_rows(min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens))
     logits = sampled * (config.vocab_size + 2 * config.hidden_size) * _FLOAT

@@ -7,7 +7,8 @@ only what has been used. Block 0 is the null block: zeroed, read for padding, ne
 from __future__ import annotations
 
 from kvpilot_engine.layers.attention import LayerKV, empty_layer_kv
-from kvpilot_engine.models.config import LlamaConfig
+from kvpilot_engine.models.decoder_config import DecoderConfig
+from kvpilot_engine.models.torch_decoder import attention_shape
 
 KV_ELEMENT_BYTES = 4
 
@@ -15,14 +16,14 @@ KV_ELEMENT_BYTES = 4
 class KVCacheTensors:
     """num_blocks usable blocks with ids 1..num_blocks, and the null block."""
 
-    def __init__(self, config: LlamaConfig, *, num_blocks: int, block_size: int) -> None:
+    def __init__(self, config: DecoderConfig, *, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        shape = config.attention_shape
+        shape = attention_shape(config)
         self.layers: tuple[LayerKV, ...] = tuple(
             empty_layer_kv(num_blocks + 1, shape, block_size) for _ in range(config.num_layers)
         )
 
 
-def kv_bytes_per_block(config: LlamaConfig, block_size: int) -> int:
+def kv_bytes_per_block(config: DecoderConfig, block_size: int) -> int:
     return config.kv_bytes_per_token(KV_ELEMENT_BYTES) * block_size

@@ -32,10 +32,11 @@ from kvpilot_engine.execution.memory_budget import MemoryBudget
 from kvpilot_engine.execution.settings import ExecutionSettings
 from kvpilot_engine.execution.token_budget import choose_token_budget, measure_tokens_per_s
 from kvpilot_engine.execution.torch_model_runner import TorchModelRunner
-from kvpilot_engine.models.config import LlamaConfig
-from kvpilot_engine.models.llama import LlamaForCausalLM
-from kvpilot_engine.models.registry import load_model
-from kvpilot_engine.models.weights import WeightSource, open_weights
+from kvpilot_engine.models.decoder_config import DecoderConfig
+from kvpilot_engine.models.tensor_shapes import count_parameters
+from kvpilot_engine.models.torch_decoder import TorchDecoder, load_torch_decoder
+from kvpilot_engine.models.weight_source import WeightSource
+from kvpilot_engine.models.weights import open_weights
 
 _LOG = logging.getLogger(__name__)
 DEVICE_NAME = "cpu"
@@ -191,7 +192,7 @@ def _open_thread_pools() -> None:
     torch.zeros(1 << 20).add_(1.0)
 
 
-def _resolve_length(settings: ExecutionSettings, budget: MemoryBudget, config: LlamaConfig) -> int:
+def _resolve_length(settings: ExecutionSettings, budget: MemoryBudget, config: DecoderConfig) -> int:
     limit = config.max_position_embeddings
     if settings.max_model_len is not None and settings.max_model_len > limit:
         raise SettingsError([f"max_model_len is {settings.max_model_len}; the model's limit is {limit}"])
@@ -202,7 +203,7 @@ def _build_budget(
     settings: ExecutionSettings,
     cache: CacheSettings,
     scheduler: SchedulerSettings,
-    config: LlamaConfig,
+    config: DecoderConfig,
     memory: HostMemory,
     base_bytes: int,
     *,
@@ -223,7 +224,7 @@ def _build_budget(
     return MemoryBudget(
         total_bytes=memory.total_bytes(),
         process_base_bytes=base_bytes,
-        weights_bytes=config.num_parameters * WEIGHT_BYTES + tables,
+        weights_bytes=count_parameters(config) * WEIGHT_BYTES + tables,
         activations_peak_bytes=max(measured_peak, activation_bound_bytes(config, scheduler, longest)),
         bytes_per_block=per_block,
         block_size=cache.block_size,
@@ -231,8 +232,8 @@ def _build_budget(
     )
 
 
-def _load_weights(source: WeightSource, max_model_len: int, on_progress: OnProgress | None) -> LlamaForCausalLM:
-    return load_model(
+def _load_weights(source: WeightSource, max_model_len: int, on_progress: OnProgress | None) -> TorchDecoder:
+    return load_torch_decoder(
         source,
         max_positions=max_model_len,
         on_progress=lambda done, of: _report(on_progress, "weights", done, of),

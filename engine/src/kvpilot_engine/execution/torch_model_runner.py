@@ -17,7 +17,7 @@ from kvpilot_engine.execution.fault_injection import FaultInjection
 from kvpilot_engine.execution.kv_cache_tensors import KVCacheTensors
 from kvpilot_engine.execution.sampler import sample
 from kvpilot_engine.layers.torch_attention import TorchAttention
-from kvpilot_engine.models.llama import LlamaForCausalLM
+from kvpilot_engine.models.torch_decoder import TorchDecoder, attention_shape
 
 
 class TorchModelRunner:
@@ -25,7 +25,7 @@ class TorchModelRunner:
 
     def __init__(
         self,
-        model: LlamaForCausalLM,
+        model: TorchDecoder,
         kv_cache: KVCacheTensors,
         memory: DeviceMemory,
         faults: FaultInjection | None = None,
@@ -34,7 +34,7 @@ class TorchModelRunner:
         self._kv_cache = kv_cache
         self._memory = memory
         self._faults = faults or FaultInjection()
-        self._attention = TorchAttention(model.config.attention_shape)
+        self._attention = TorchAttention(attention_shape(model.config))
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Compute the step. DeviceOutOfMemoryError says which phase; any other failure is a ModelExecutionError."""

@@ -46,19 +46,20 @@ class LayerKV:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """The head layout, the same in every layer."""
+    """The head layout and what is done with scores, the same in every layer; and the windows that layers have."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    scale: float
+    softcap: float | None = None
+    """Scaled scores become softcap * tanh(score / softcap)."""
+    windows: tuple[int | None, ...] = (None,)
+    """Those that forward may be called with, each once. None: a query sees all tokens before it."""
 
     @property
     def heads_per_kv(self) -> int:
         return self.num_heads // self.num_kv_heads
-
-    @property
-    def scale(self) -> float:
-        return float(self.head_dim**-0.5)
 
 
 class AttentionPlan(Protocol):
@@ -82,8 +83,11 @@ class AttentionBackend(Protocol[PlanT]):
         """Store [rows, kv_heads, head_dim] keys and values at the planned slots."""
         ...
 
-    def forward(self, queries: Tensor, layer: LayerKV, plan: PlanT) -> Tensor:
-        """Causal attention of [rows, heads, head_dim] queries over the cache; write_kv must have run."""
+    def forward(self, queries: Tensor, layer: LayerKV, plan: PlanT, window: int | None = None) -> Tensor:
+        """Causal attention of [rows, heads, head_dim] queries over the cache; write_kv must have run.
+
+        With a window a query sees that many tokens, itself included; blocks wholly before it are not read.
+        """
         ...
 
 

@@ -11,8 +11,9 @@ tiles sorted by their number of groups, so that the g-th addition of all tiles i
 
     pairs   g0: t0 t1 t2 t3 | g1: t0 t1 t2 | g2: t0          offsets 0, 4, 7; t0 is the longest
 
-Keys past a row's position are masked: they add exact zeros. Keys past the end of the sequence are read from the null
-block, never from a slot that holds whatever was there before (0 * NaN is NaN).
+Keys past a row's position or before its window are masked: they add exact zeros. Keys past the end of the sequence or
+before the window of a tile's first row are read from the null block, never from a slot that holds whatever was there
+before (0 * NaN is NaN). With a window g0 is a tile's first group that is not wholly before it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from kvpilot_engine.layers.attention import AttentionMetadata, AttentionShape, LayerKV
+from kvpilot_engine.layers.norm import softcap
 
 QUERY_TILE = 4
 """Decode fills one row of a tile, prefill all: more rows make prefill faster and decode slower."""
@@ -51,7 +53,7 @@ class TilePairs:
     kv_rows: Tensor
     """[pairs * kv_heads * KEY_GROUP]: rows of the storage seen as [blocks * kv_heads * block_size, head_dim]."""
     masked: Tensor
-    """[pairs, 1, QUERY_TILE, 1, KEY_GROUP]: True where the key lies after the query."""
+    """[pairs, 1, QUERY_TILE, 1, KEY_GROUP]: True where the query doesn't see the key."""
     slabs: tuple[tuple[int, int], ...]
     """(offset, tiles) of every key group after the first."""
 
@@ -61,7 +63,8 @@ class TorchAttentionPlan:
     num_rows: int
     write_rows: Tensor
     """[rows * kv_heads]: rows of the layer's storage that this step writes."""
-    tiles: tuple[TilePairs, ...]
+    tiles: dict[int | None, tuple[TilePairs, ...]]
+    """By window."""
 
 
 class TorchAttention:
@@ -76,7 +79,7 @@ class TorchAttention:
         return TorchAttentionPlan(
             num_rows=metadata.num_rows,
             write_rows=torch.from_numpy(write_rows.reshape(-1)),
-            tiles=self._plan_tiles(metadata),
+            tiles={window: self._plan_tiles(metadata, window) for window in self._shape.windows},
         )
 
     def write_kv(self, layer: LayerKV, keys: Tensor, values: Tensor, plan: TorchAttentionPlan) -> None:
@@ -84,10 +87,10 @@ class TorchAttention:
         layer.keys.view(-1, head_dim).index_copy_(0, plan.write_rows, keys.reshape(-1, head_dim))
         layer.values.view(-1, head_dim).index_copy_(0, plan.write_rows, values.reshape(-1, head_dim))
 
-    def forward(self, queries: Tensor, layer: LayerKV, plan: TorchAttentionPlan) -> Tensor:
+    def forward(self, queries: Tensor, layer: LayerKV, plan: TorchAttentionPlan, window: int | None = None) -> Tensor:
         output = torch.empty_like(queries, memory_format=torch.contiguous_format)
         scaled = queries * self._shape.scale
-        for tiles in plan.tiles:
+        for tiles in plan.tiles[window]:
             self._attend(scaled, layer, tiles, output)
         return output
 
@@ -107,6 +110,8 @@ class TorchAttention:
         keys = layer.keys.view(-1, head_dim).index_select(0, tiles.kv_rows).view(-1, KEY_GROUP, head_dim)
         scores = torch.bmm(per_pair, keys.transpose(1, 2))
         del keys, per_pair
+        if shape.softcap is not None:
+            softcap(scores, shape.softcap)
         scores.view(num_pairs, kv_heads, QUERY_TILE, per_kv, KEY_GROUP).masked_fill_(tiles.masked, float("-inf"))
         scores = scores.view(num_pairs, kv_heads, tile_heads, KEY_GROUP)
 
@@ -134,7 +139,7 @@ class TorchAttention:
         )
         output.index_copy_(0, tiles.output_rows, rows.index_select(0, tiles.output_sources))
 
-    def _plan_tiles(self, metadata: AttentionMetadata) -> tuple[TilePairs, ...]:
+    def _plan_tiles(self, metadata: AttentionMetadata, window: int | None) -> tuple[TilePairs, ...]:
         starts = metadata.query_start.numpy()
         lengths = metadata.seq_lens.numpy()
         counts = np.diff(starts)
@@ -144,7 +149,8 @@ class TorchAttention:
         tile_offset = (np.arange(len(tile_seq)) - first_tile[tile_seq]) * QUERY_TILE
         tile_rows = np.minimum(counts[tile_seq] - tile_offset, QUERY_TILE)
         first_position = lengths[tile_seq] - counts[tile_seq] + tile_offset
-        num_groups = (first_position + tile_rows - 1) // KEY_GROUP + 1
+        first_seen = np.zeros_like(first_position) if window is None else np.maximum(first_position - window + 1, 0)
+        num_groups = (first_position + tile_rows - 1) // KEY_GROUP + 1 - first_seen // KEY_GROUP
         order = np.argsort(-num_groups, kind="stable")
 
         planned: list[TilePairs] = []
@@ -160,7 +166,9 @@ class TorchAttention:
                     starts[tile_seq[chosen]] + tile_offset[chosen],
                     tile_rows[chosen],
                     first_position[chosen],
+                    first_seen[chosen],
                     num_groups[chosen],
+                    window,
                 )
             )
             begin = end
@@ -173,7 +181,9 @@ class TorchAttention:
         first_row: _IntArray,
         num_rows: _IntArray,
         first_position: _IntArray,
+        first_seen: _IntArray,
         num_groups: _IntArray,
+        window: int | None,
     ) -> TilePairs:
         in_tile = np.arange(QUERY_TILE)
         is_valid = in_tile[None, :] < num_rows[:, None]
@@ -184,18 +194,21 @@ class TorchAttention:
         # tiles are sorted by falling num_groups: group g belongs to the first `count` of them
         counts = [int(np.searchsorted(-num_groups, -group, side="left")) for group in range(int(num_groups[0]))]
         pair_tiles = np.concatenate([np.arange(count) for count in counts])
-        pair_groups = np.repeat(np.arange(len(counts)), counts)
+        pair_groups = np.repeat(np.arange(len(counts)), counts) + first_seen[pair_tiles] // KEY_GROUP
         offsets = np.cumsum(counts) - counts
 
         key_positions = pair_groups[:, None] * KEY_GROUP + np.arange(KEY_GROUP)[None, :]
         pair_seq = tile_seq[pair_tiles]
         exists = key_positions < metadata.seq_lens.numpy()[pair_seq][:, None]
+        exists &= key_positions >= first_seen[pair_tiles][:, None]
         tables = metadata.block_tables.numpy()
         column = np.where(exists, key_positions // metadata.block_size, 0)
         blocks = np.where(exists, tables[pair_seq[:, None], column], 0)
         within = np.where(exists, key_positions % metadata.block_size, 0)
         kv_rows = self._storage_rows(blocks, within, metadata.block_size).swapaxes(1, 2)
         masked = key_positions[:, None, :] > positions[pair_tiles][:, :, None]
+        if window is not None:
+            masked |= key_positions[:, None, :] <= positions[pair_tiles][:, :, None] - window
         return TilePairs(
             query_rows=torch.from_numpy(rows.reshape(-1)),
             output_rows=torch.from_numpy(rows[is_valid]),

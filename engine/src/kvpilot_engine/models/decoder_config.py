@@ -7,6 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from kvpilot_engine.errors import SettingsError
+
 
 class Activation(StrEnum):
     """The gate's function in the MLP."""
@@ -34,14 +36,27 @@ class LinearRopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongRopeScaling:
-    """Phi-3's: each frequency divided by its own factor, and cosines and sines multiplied by attention_factor."""
+    """Phi-3's: each frequency divided by its own factor, and cosines and sines multiplied by attention_factor.
 
-    factors: tuple[float, ...]
-    """[rotary_dim / 2]: the short list or the long one, chosen by the length that is served."""
+    The long list is used when a longer length than the original one is served, for all positions alike.
+    """
+
+    short_factors: tuple[float, ...]
+    """[rotary_dim / 2], as long_factors."""
+    long_factors: tuple[float, ...]
+    original_max_position_embeddings: int
     attention_factor: float
 
 
-RopeScaling = Llama3RopeScaling | LinearRopeScaling | LongRopeScaling
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrequencyRopeScaling:
+    """Each frequency divided by its own factor: how GGUF keeps Llama 3's scaling."""
+
+    factors: tuple[float, ...]
+    """[rotary_dim / 2]"""
+
+
+RopeScaling = Llama3RopeScaling | LinearRopeScaling | LongRopeScaling | FrequencyRopeScaling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,5 +130,29 @@ class DecoderConfig:
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def window(self) -> int | None:
+        """Tokens that some layer still reads: what lies further back is free. None when a layer reads all."""
+        windows = [layer.window for layer in self.layers]
+        limited = [window for window in windows if window is not None]
+        return max(limited) if len(limited) == len(windows) else None
+
     def kv_bytes_per_token(self, element_bytes: int) -> int:
         return 2 * self.num_layers * self.kv_size * element_bytes
+
+
+def check_heads(config: DecoderConfig, origin: str) -> DecoderConfig:
+    """The same configuration, or a SettingsError when its heads can't be computed; `origin` names the file."""
+    problems = []
+    if config.num_heads % config.num_kv_heads:
+        problems.append(
+            f"{origin}: {config.num_heads} query heads are not a multiple of {config.num_kv_heads} key heads"
+        )
+    problems += [
+        f"{origin}: {dim} rotated elements in a head of {config.head_dim}; an even number up to that is needed"
+        for dim in sorted({layer.rope.rotary_dim for layer in config.layers})
+        if dim % 2 or not 0 < dim <= config.head_dim
+    ]
+    if problems:
+        raise SettingsError(problems)
+    return config

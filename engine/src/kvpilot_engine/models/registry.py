@@ -1,15 +1,36 @@
-"""Which class runs which architecture: one line per model. Unknown architectures are refused in config.py, by name."""
+"""Which architectures there are: one line per model. An unknown one is refused with the list of those."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 
-from kvpilot_engine.models.llama import LlamaForCausalLM, load_llama
-from kvpilot_engine.models.weights import WeightSource
+from kvpilot_engine.errors import SettingsError
+from kvpilot_engine.models.architecture import Architecture
+from kvpilot_engine.models.llama import LLAMA
+from kvpilot_engine.models.mistral import MISTRAL
+
+ARCHITECTURES: tuple[Architecture, ...] = (
+    LLAMA,
+    MISTRAL,
+)
 
 
-def load_model(
-    source: WeightSource, *, max_positions: int, on_progress: Callable[[int, int], None] | None = None
-) -> LlamaForCausalLM:
-    """Build the model of an opened checkpoint; max_positions bounds the rotary tables."""
-    return load_llama(source, max_positions=max_positions, on_progress=on_progress)
+def find_hf_architecture(class_names: Iterable[str], *, origin: str) -> Architecture:
+    """The architecture of a config.json by its `architectures`."""
+    named = list(map(str, class_names))
+    for architecture in ARCHITECTURES:
+        if set(named) & set(architecture.hf_classes):
+            return architecture
+    supported = ", ".join(name for architecture in ARCHITECTURES for name in architecture.hf_classes)
+    raise SettingsError(
+        [f"{origin}: architecture {', '.join(named) or 'none'} is not supported (supported: {supported})"]
+    )
+
+
+def find_gguf_architecture(name: str, *, origin: str) -> Architecture:
+    """The architecture of a GGUF file by its general.architecture."""
+    for architecture in ARCHITECTURES:
+        if architecture.gguf_architecture == name:
+            return architecture
+    supported = ", ".join(a.gguf_architecture for a in ARCHITECTURES if a.gguf_architecture is not None)
+    raise SettingsError([f"{origin}: architecture {name} is not supported in GGUF files (supported: {supported})"])

@@ -1,0 +1,116 @@
+"""What a GGUF file says about its model, read with types: metadata under the architecture's prefix, and its tensors.
+
+Not for what a model does differently from Llama: that is said in its own file, as changes to parse_plain's result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpilot_engine.errors import SettingsError
+from kvpilot_engine.models.decoder_config import (
+    DecoderConfig,
+    FrequencyRopeScaling,
+    LayerConfig,
+    LinearRopeScaling,
+    RopeConfig,
+    RopeScaling,
+    check_heads,
+)
+
+FREQUENCY_FACTORS = "rope_freqs.weight"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GGUFHeader:
+    metadata: Mapping[str, Any]
+    """All but the elements of string arrays."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of every tensor, outermost dimension first."""
+    read_tensor: Callable[[str], npt.NDArray[np.float32]]
+    origin: str
+
+    @property
+    def architecture(self) -> str:
+        return str(self.metadata.get("general.architecture", "unknown"))
+
+    def get(self, key: str) -> Any:
+        """The value under the architecture's prefix, or None."""
+        return self.metadata.get(f"{self.architecture}.{key}")
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise self.error(f"metadata {self.architecture}.{key} is missing")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.error(f"{self.architecture}.{key} differs from layer to layer, or is no number: not supported")
+        return float(value)
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        return int(self.number(key, default))
+
+    def error(self, message: str) -> SettingsError:
+        return SettingsError([f"{self.origin}: {message}"])
+
+    def parse_plain(self) -> DecoderConfig:
+        """The decoder as Llama's, without windows: what all architectures have in common."""
+        if self.get("expert_count"):
+            experts = self.get("expert_count")
+            raise self.error(f"mixture-of-experts models are not supported (expert_count is {experts})")
+        embedding = self.shapes.get("token_embd.weight")
+        if embedding is None:
+            raise self.error("tensor token_embd.weight is missing")
+        hidden_size, heads = self.integer("embedding_length"), self.integer("attention.head_count")
+        head_dim = self.integer("attention.key_length", hidden_size // heads)
+        if self.integer("attention.value_length", head_dim) != head_dim:
+            raise self.error(f"values of {self.get('attention.value_length')} and keys of {head_dim} elements differ")
+        rope = RopeConfig(
+            theta=self.number("rope.freq_base", 10000.0),
+            rotary_dim=self.integer("rope.dimension_count", head_dim),
+            scaling=self.parse_scaling(),
+        )
+        config = DecoderConfig(
+            architecture=self.architecture,
+            vocab_size=embedding[0],
+            hidden_size=hidden_size,
+            intermediate_size=self.integer("feed_forward_length"),
+            num_heads=heads,
+            num_kv_heads=self.integer("attention.head_count_kv", heads),
+            head_dim=head_dim,
+            layers=(LayerConfig(rope=rope),) * self.integer("block_count"),
+            rms_norm_eps=self.number("attention.layer_norm_rms_epsilon"),
+            max_position_embeddings=self.integer("context_length"),
+            attention_scale=head_dim**-0.5,
+            qkv_bias="blk.0.attn_q.bias" in self.shapes,
+            output_bias="blk.0.attn_output.bias" in self.shapes,
+            tie_word_embeddings="output.weight" not in self.shapes,
+        )
+        return check_heads(config, self.origin)
+
+    def parse_window(self) -> int | None:
+        """The length of sliding windows; None when there are none, or they hide nothing."""
+        window = self.integer("attention.sliding_window", 0)
+        return window if 0 < window < self.integer("context_length") else None
+
+    def parse_scaling(self) -> RopeScaling | None:
+        if FREQUENCY_FACTORS in self.shapes:
+            return FrequencyRopeScaling(factors=self.read_factors(FREQUENCY_FACTORS))
+        kind = self.get("rope.scaling.type") or "none"
+        if kind == "linear":
+            return LinearRopeScaling(factor=self.number("rope.scaling.factor"))
+        if kind in ("none", "longrope") and self.get("rope.scale_linear") is None:
+            # the lists of longrope are tensors, which phi3.py reads
+            return None
+        named = kind if kind != "none" else "by rope.scale_linear"
+        raise self.error(f"rope scaling {named} is not supported (supported: linear, longrope, {FREQUENCY_FACTORS})")
+
+    def read_factors(self, name: str) -> tuple[float, ...]:
+        if name not in self.shapes:
+            raise self.error(f"tensor {name} is missing")
+        return tuple(map(float, self.read_tensor(name)))

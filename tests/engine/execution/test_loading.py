@@ -143,7 +143,7 @@ def test_what_cannot_fit_is_refused_before_any_weight_is_read(  # A16
     settings: ExecutionSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "kvpilot_engine.execution.loading.load_model", lambda *_, **__: pytest.fail("weights were read")
+        "kvpilot_engine.execution.loading.load_torch_decoder", lambda *_, **__: pytest.fail("weights were read")
     )
     with pytest.raises(DoesNotFitError) as caught:
         load(replace(settings, memory_utilization=0.05))
@@ -158,7 +158,7 @@ def test_two_reasons_not_to_start_can_be_told_apart(  # A16
 ) -> None:
     """Reason 1: others hold what the share needs. Reason 2: the share is too small, whoever else is there."""
     monkeypatch.setattr(
-        "kvpilot_engine.execution.loading.load_model", lambda *_, **__: pytest.fail("weights were read")
+        "kvpilot_engine.execution.loading.load_torch_decoder", lambda *_, **__: pytest.fail("weights were read")
     )
     crowded = ContendedMemory(others_bytes=GIB - (100 << 20))
     with pytest.raises(DeviceContendedError) as contended:

@@ -130,6 +130,7 @@ def _load_text(settings: EngineSettings) -> ModelText:
         tokenizer_path=settings.text.tokenizer,
         chat_template_path=settings.text.chat_template,
         generation_config=settings.text.generation_config,
+        tool_call_parser=settings.text.tool_call_parser,
     )
 
 

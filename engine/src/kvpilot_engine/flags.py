@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 
+from kvpilot_engine.text.tool_dialects import DIALECT_NAMES
+
 ENV_PREFIX = "KVPILOT_"
 _SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?) ?(?:(?P<prefix>[kKMGT])(?P<binary>i?))?[Bb]?")
 _HEADER_NAME = re.compile(r"[A-Za-z0-9-]{1,64}")
@@ -223,6 +225,14 @@ HONOURED: tuple[Flag, ...] = (
         parse=parse_generation_config,
         default_text="auto",
         text="sampling defaults: auto (the model's generation_config.json), none (or vllm: the API's), or a folder",
+    ),
+    Flag(
+        name="tool-call-parser",
+        group=_MODEL,
+        metavar="NAME",
+        parse=parse_choice(*DIALECT_NAMES),
+        default_text="auto",
+        text="how the model writes tool calls: auto (as its chat template shows), hermes, llama3_json, mistral or json",
     ),
     Flag(
         name="device",
@@ -509,10 +519,7 @@ FOREIGN: tuple[ForeignFlag, ...] = (
     ForeignFlag(
         name="no-enable-chunked-prefill", num_values=0, is_refused=True, reason="chunked prefill can't be turned off"
     ),
-    ForeignFlag(name="tool-call-parser", is_refused=True, reason="tool calls are not supported yet"),
-    ForeignFlag(
-        name="enable-auto-tool-choice", num_values=0, is_refused=True, reason="tool calls are not supported yet"
-    ),
+    ForeignFlag(name="enable-auto-tool-choice", num_values=0, reason="models whose template takes tools may call them"),
     ForeignFlag(name="reasoning-parser", is_refused=True, reason="reasoning output is not split yet"),
     ForeignFlag(name="enable-lora", num_values=0, is_refused=True, reason="adapters are not supported yet"),
     ForeignFlag(name="lora-modules", num_values=None, is_refused=True, reason="adapters are not supported yet"),

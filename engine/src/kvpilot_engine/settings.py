@@ -35,6 +35,8 @@ class TextSettings:
     chat_template: Path | None = None
     generation_config: str = "auto"
     """auto | none | a folder: where sampling defaults come from."""
+    tool_call_parser: str = "auto"
+    """How the model writes tool calls; auto: as its chat template shows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +197,12 @@ def _compose(values: Mapping[str, Any], warnings: Iterable[str]) -> EngineSettin
             ),
         ),
         text=TextSettings(
-            **given(tokenizer="tokenizer", chat_template="chat-template", generation_config="generation-config")
+            **given(
+                tokenizer="tokenizer",
+                chat_template="chat-template",
+                generation_config="generation-config",
+                tool_call_parser="tool-call-parser",
+            )
         ),
         logging=LoggingSettings(**given(level="log-level", log_format="log-format")),
         warnings=tuple(warnings),

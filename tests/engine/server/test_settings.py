@@ -138,12 +138,22 @@ def test_command_line_of_vllm_works_with_warnings() -> None:
         ("--chunked-prefill", "--enable-chunked-prefill"),
         ("--max-chunk-list-len", "--max-num-batched-tokens"),
         ("--num-prefill-threads", "--max-num-batched-tokens"),
-        ("--tool-call-parser", "tool calls"),
     ],
 )
 def test_flags_without_their_effect_are_refused(flag: str, meant: str) -> None:
     problems = problems_of("serve", "m", flag, "4")
     assert meant in problems[0]
+
+
+def test_a_tool_call_parser_is_a_known_one() -> None:
+    assert load("serve", "m").text.tool_call_parser == "auto"
+    assert (
+        load("serve", "m", "--enable-auto-tool-choice", "--tool-call-parser", "hermes").text.tool_call_parser
+        == "hermes"
+    )
+    (problem,) = problems_of("serve", "m", "--tool-call-parser", "pythonic")
+    assert "--tool-call-parser" in problem
+    assert "one of auto, hermes, llama3_json, mistral, json is needed" in problem
 
 
 def test_names_of_flags_are_unique_and_helped() -> None:

@@ -74,6 +74,7 @@ class ChatTemplate:
             names = jinja2.meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateSyntaxError as error:
             raise SettingsError([f"chat template: line {error.lineno}: {error.message}"]) from error
+        self.source = source
         self.supports_tools = "tools" in names
         self._knows_developer = "developer" in source
         self._named_specials = dict(named_specials)
@@ -92,8 +93,8 @@ class ChatTemplate:
 
         With continue_final_message the rendered text ends with the text of the last message, so that it goes on.
         """
-        if tools and not self.supports_tools:
-            raise InvalidRequestError("the model's chat template ignores tools; leave them out", param="tools")
+        if tools:
+            self.require_tool_support()
         try:
             require_encodable(tools, "tools")
             require_encodable(variables, "chat_template_kwargs")
@@ -113,6 +114,11 @@ class ChatTemplate:
         }
         text = self._render(context, unmask)
         return RenderedChat(_cut_after_last(text, masked_messages) if continue_final_message else text, unmask)
+
+    def require_tool_support(self) -> None:
+        """Raise InvalidRequestError when the template would not show tools to the model."""
+        if not self.supports_tools:
+            raise InvalidRequestError("the model's chat template ignores tools; leave them out", param="tools")
 
     def _render(self, context: Mapping[str, object], unmask: Mapping[int, str]) -> str:
         try:

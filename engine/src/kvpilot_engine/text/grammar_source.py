@@ -10,6 +10,7 @@ Imported on first use only: a server that nobody asks for structured output neve
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits
@@ -21,6 +22,7 @@ WHITESPACE = r"[\x20]|\r?\n[\x20\t]{0,40}"
 """Between the parts of a JSON value: nothing, a space, or a new line and its indentation. Free white space lets small
 models write blanks until max_tokens."""
 MAX_MESSAGE_CHARS = 300
+MAX_REMEMBERED = 64
 
 
 def new_limits() -> LLParserLimits:
@@ -52,12 +54,19 @@ def embed_schema(schema: dict[str, Any], *, is_lenient: bool) -> str:
 
 def validate_grammar(grammar: GrammarSpec, *, param: str) -> None:
     """Raise InvalidRequestError, naming `param`, for a grammar that can't be followed. Slow (0.1 s at most)."""
+    problem = find_problem(grammar)
+    if problem:
+        raise InvalidRequestError(f"{param} can't be followed: {problem}", param=param)
+
+
+@lru_cache(maxsize=MAX_REMEMBERED)
+def find_problem(grammar: GrammarSpec) -> str:
+    """Why a grammar can't be followed; empty when it can. Remembered: agents send the same tools with every turn."""
     try:
         is_error, problems = LLMatcher.validate_grammar_with_warnings(build_source(grammar), limits=new_limits())
     except ValueError as error:
         is_error, problems = True, [str(error)]
-    if is_error:
-        raise InvalidRequestError(f"{param} can't be followed: {shorten('; '.join(problems))}", param=param)
+    return shorten("; ".join(problems)) if is_error else ""
 
 
 def shorten(problem: str) -> str:

@@ -19,6 +19,7 @@ from kvpilot_engine.text.gguf_tokenizer import build_gguf_tokenizer
 from kvpilot_engine.text.hf_tokenizer import build_hf_tokenizer, read_json_object
 from kvpilot_engine.text.text_validation import require_encodable
 from kvpilot_engine.text.tokenizer import Tokenizer
+from kvpilot_engine.text.tool_dialects import AUTO_DIALECT
 
 FROM_MODEL, NOWHERE = "auto", "none"
 """Where sampling defaults come from, besides a folder of the user's."""
@@ -43,6 +44,8 @@ class ModelText:
     chat_template: ChatTemplate | None
     """None: the model has none, and chat requests are refused."""
     generation_defaults: GenerationDefaults
+    tool_call_parser: str = AUTO_DIALECT
+    """How the model writes tool calls: one of DIALECT_NAMES."""
 
     @property
     def end_token_ids(self) -> frozenset[TokenId]:
@@ -87,6 +90,7 @@ def load_model_text(
     tokenizer_path: Path | None = None,
     chat_template_path: Path | None = None,
     generation_config: str = FROM_MODEL,
+    tool_call_parser: str = AUTO_DIALECT,
 ) -> ModelText:
     """Load from a GGUF file, a folder with one, or a Hugging Face folder.
 
@@ -112,6 +116,7 @@ def load_model_text(
         tokenizer=files.tokenizer,
         chat_template=template,
         generation_defaults=_choose_generation_defaults(generation_config, files),
+        tool_call_parser=tool_call_parser,
     )
 
 

@@ -32,6 +32,49 @@ CHATML_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
+TOOL_CONTROL_TEXTS = (*CONTROL_TEXTS, "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]")
+_TURNS = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{% for call in message.tool_calls %}CALL{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_SHOWN_TOOLS = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+    "HOW<|im_end|>\n{% endif %}"
+)
+
+
+def _make_tool_template(how: str, call: str) -> str:
+    """A template that lists the tools, says how to call them, and writes the calls of the history."""
+    return _SHOWN_TOOLS.replace("HOW", how) + _TURNS.replace("CALL", call)
+
+
+_CALL_OBJECT = '{"name": "{{ call.function.name }}", "KEY": {{ call.function.arguments | tojson }}}'
+TOOL_TEMPLATES = {
+    "hermes": _make_tool_template(
+        "To call one, write <tool_call>a JSON object</tool_call>.",
+        "<tool_call>\n" + _CALL_OBJECT.replace("KEY", "arguments") + "\n</tool_call>",
+    ),
+    "llama3_json": _make_tool_template(
+        "Environment: ipython. To call one, answer with a JSON object.", _CALL_OBJECT.replace("KEY", "parameters")
+    ),
+    "mistral": _make_tool_template(
+        "To call one, write [TOOL_CALLS] and a list.", "[TOOL_CALLS][" + _CALL_OBJECT.replace("KEY", "arguments") + "]"
+    ),
+    "mistral_v11": _make_tool_template(
+        "To call one, write [TOOL_CALLS], its name, [ARGS] and a JSON object.",
+        "[TOOL_CALLS]{{ call.function.name }}[ARGS]{{ call.function.arguments | tojson }}",
+    ),
+    "json": _make_tool_template("To call one, answer with a JSON object.", _CALL_OBJECT.replace("KEY", "arguments")),
+}
+"""By the name of the dialect that they are written in."""
+
+
+def make_tool(name: str, parameters: dict[str, Any] | None = None, *, strict: bool | None = None) -> dict[str, Any]:
+    """A tool as a client writes it."""
+    function = {"name": name, "parameters": parameters, "strict": strict, "description": f"Does {name}."}
+    return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
+
 
 def make_tokenizer(
     *,

@@ -80,6 +80,11 @@ class Tokenizer:
     def special_texts(self) -> Iterable[str]:
         return self._specials_by_text.keys()
 
+    def special_id(self, text: str) -> TokenId | None:
+        """The control token written as `text`, if there is one."""
+        special = self._specials_by_text.get(text)
+        return None if special is None else special.token_id
+
     def encode(self, text: str, *, specials_as_text: bool) -> list[TokenId]:
         """Encode `text` without adding a BOS; specials_as_text for anything a user wrote."""
         if specials_as_text:

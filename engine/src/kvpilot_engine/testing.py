@@ -108,7 +108,9 @@ def compute_logprobs(history: Iterable[int], token_id: TokenId, num_top: int, *,
     return TokenLogprobs(token_id, -1.0 - distance, distance + 1, top)
 
 
-def compute_expected_tokens(request: GenerationRequest, *, vocab_size: int = 1000) -> tuple[TokenId, ...]:
+def compute_expected_tokens(
+    request: GenerationRequest, *, vocab_size: int = 1000, window: int | None = None
+) -> tuple[TokenId, ...]:
     """What the fake generates for a request that is alone: stop tokens, lengths and the grammar heeded."""
     sampling = request.sampling
     constraint = None if request.grammar is None else FakeConstraintCompiler().compile(request.grammar)
@@ -116,7 +118,8 @@ def compute_expected_tokens(request: GenerationRequest, *, vocab_size: int = 100
     output: list[TokenId] = []
     while len(output) < sampling.max_tokens:
         mask = None if constraint is None else constraint.compute_mask()
-        token = compute_sample(history, sampling, num_output_tokens=len(output), mask=mask, vocab_size=vocab_size)
+        seen = history if window is None else history[-window:]
+        token = compute_sample(seen, sampling, num_output_tokens=len(output), mask=mask, vocab_size=vocab_size)
         history.append(token)
         output.append(token)
         if token in sampling.stop_token_ids and not sampling.ignore_eos and len(output) > sampling.min_tokens:
@@ -128,23 +131,34 @@ def compute_expected_tokens(request: GenerationRequest, *, vocab_size: int = 100
     return tuple(output)
 
 
-def compute_expected_logprobs(request: GenerationRequest, *, vocab_size: int = 1000) -> tuple[TokenLogprobs, ...]:
+def compute_expected_logprobs(
+    request: GenerationRequest, *, vocab_size: int = 1000, window: int | None = None
+) -> tuple[TokenLogprobs, ...]:
     """Those of the prompt's tokens but the first, then those of the output's, each as far as they are asked for."""
-    tokens = request.prompt_token_ids + compute_expected_tokens(request, vocab_size=vocab_size)
+    tokens = request.prompt_token_ids + compute_expected_tokens(request, vocab_size=vocab_size, window=window)
     num_prompt_tokens = len(request.prompt_token_ids)
     wanted = [request.sampling.prompt_logprobs] * num_prompt_tokens
     wanted += [request.sampling.logprobs] * (len(tokens) - num_prompt_tokens)
     return tuple(
-        compute_logprobs(tokens[:index], tokens[index], num_top, vocab_size=vocab_size)
+        compute_logprobs(
+            tokens[0 if window is None else max(0, index - window) : index],
+            tokens[index],
+            num_top,
+            vocab_size=vocab_size,
+        )
         for index, num_top in enumerate(wanted)
         if index and num_top is not None
     )
 
 
 class FakeModelRunner:
-    """A ModelRunner whose KV memory holds token ids. Keeps the plans that it ran."""
+    """A ModelRunner whose KV memory holds token ids. Keeps the plans that it ran.
 
-    def __init__(self, *, block_size: int = 16, vocab_size: int = 1000) -> None:
+    With a `window` the next token is a function of that many last tokens only.
+    """
+
+    def __init__(self, *, block_size: int = 16, vocab_size: int = 1000, window: int | None = None) -> None:
+        self._window = window
         self._block_size = block_size
         self._vocab_size = vocab_size
         self._memory: dict[int, TokenId] = {}
@@ -185,7 +199,8 @@ class FakeModelRunner:
         sampling = scheduled.sampling
         tokens = self._read(scheduled, scheduled.end_position)
         assert scheduled.end_position == scheduled.num_prompt_tokens + scheduled.num_output_tokens
-        assert scheduled.history == (tuple(tokens) if sampling.needs_history else ())
+        assert len(scheduled.history) == (scheduled.end_position if sampling.needs_history else 0)
+        assert not sampling.needs_history or scheduled.history[-len(tokens) :] == tuple(tokens)
         token_id = compute_sample(
             tokens,
             sampling,
@@ -200,9 +215,8 @@ class FakeModelRunner:
     def _score(self, scheduled: ScheduledSequence) -> tuple[TokenLogprobs, ...]:
         num_top = scheduled.sampling.prompt_logprobs
         assert num_top is not None, f"{scheduled.request_id} has targets and wants no log-probabilities"
-        tokens = self._read(scheduled, scheduled.end_position)
         return tuple(
-            compute_logprobs(tokens[:end], target, num_top, vocab_size=self._vocab_size)
+            compute_logprobs(self._read(scheduled, end), target, num_top, vocab_size=self._vocab_size)
             for end, target in enumerate(scheduled.prompt_targets, start=scheduled.start_position + 1)
         )
 
@@ -217,7 +231,9 @@ class FakeModelRunner:
             self._memory[self._slot(scheduled, position)] = token_id
 
     def _read(self, scheduled: ScheduledSequence, end: int) -> list[TokenId]:
-        return [self._memory[self._slot(scheduled, position)] for position in range(end)]
+        """What the token before position `end` sees."""
+        start = 0 if self._window is None else max(0, end - self._window)
+        return [self._memory[self._slot(scheduled, position)] for position in range(start, end)]
 
 
 class OutputCollector:
@@ -315,18 +331,21 @@ def make_engine_core(
     max_num_batched_tokens: int = 512,
     max_model_len: int = 1024,
     max_queue_len: int = 256,
+    window: int | None = None,
+    preempt_every: int = 0,
     model: str = "fake",
 ) -> EngineCore:
     """An EngineCore over the fake."""
     return EngineCore(
-        runner or FakeModelRunner(block_size=block_size),
+        runner or FakeModelRunner(block_size=block_size, window=window),
         num_blocks=num_blocks,
-        cache=CacheSettings(block_size=block_size, enable_prefix_caching=enable_prefix_caching),
+        cache=CacheSettings(block_size=block_size, enable_prefix_caching=enable_prefix_caching, window=window),
         scheduler=SchedulerSettings(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
             max_queue_len=max_queue_len,
+            preempt_every=preempt_every,
         ),
         model=model,
         constraints=FakeConstraintCompiler(),

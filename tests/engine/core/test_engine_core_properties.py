@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -22,8 +24,10 @@ from kvpilot_engine.errors import (
 from kvpilot_engine.testing import (
     FakeModelRunner,
     OutputCollector,
+    compute_expected_logprobs,
     compute_expected_tokens,
     make_engine_core,
+    make_grammar,
     make_request,
 )
 
@@ -35,9 +39,16 @@ MAX_MODEL_LEN = 36
 class EngineMachine(RuleBasedStateMachine):
     """Arrivals, aborts, resizes and failing steps on a pool that holds one and a half long requests."""
 
-    @initialize(budget=st.integers(1, 40), seqs=st.integers(1, 6), caching=st.booleans())
-    def start(self, budget: int, seqs: int, caching: bool) -> None:
-        self.runner = FakeModelRunner(block_size=BLOCK_SIZE)
+    @initialize(
+        budget=st.integers(1, 40),
+        seqs=st.integers(1, 6),
+        caching=st.booleans(),
+        window=st.none() | st.integers(1, 20),
+        preempt_every=st.sampled_from([0, 0, 1, 2, 5]),
+    )
+    def start(self, budget: int, seqs: int, caching: bool, window: int | None, preempt_every: int) -> None:
+        self.window = window
+        self.runner = FakeModelRunner(block_size=BLOCK_SIZE, window=window)
         self.engine = make_engine_core(
             self.runner,
             num_blocks=NUM_BLOCKS,
@@ -47,6 +58,8 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_batched_tokens=budget,
             max_model_len=MAX_MODEL_LEN,
             max_queue_len=12,
+            window=window,
+            preempt_every=preempt_every,
         )
         self.collector = OutputCollector()
         self.requests: dict[RequestId, GenerationRequest] = {}
@@ -59,30 +72,74 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 8) | st.integers(20, 35),
         salt=st.sampled_from(["", "", "s"]),
         stop=st.integers(0, 999),
+        min_tokens=st.sampled_from([0, 0, 1, 3]),
+        priority=st.sampled_from([0, 0, 0, -1, 5]),
+        logprobs=st.sampled_from([None, None, 0, 2]),
+        prompt_logprobs=st.sampled_from([None, None, 1]),
+        only_scores=st.sampled_from([False, False, False, True]),
+        repetition_penalty=st.sampled_from([1.0, 1.5]),
+        residues=st.sampled_from([(), (), (1, 0, 4, 2), range(18)]),
+        choices=st.sampled_from([1, 1, 1, 4]),
     )
-    def arrive(self, prompt_len: int, first: int, max_tokens: int, salt: str, stop: int) -> None:
+    def arrive(
+        self,
+        prompt_len: int,
+        first: int,
+        max_tokens: int,
+        salt: str,
+        stop: int,
+        min_tokens: int,
+        priority: int,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
+        only_scores: bool,
+        repetition_penalty: float,
+        residues: Iterable[int],
+        choices: int,
+    ) -> None:
         """Prompts have one of three beginnings, so that prefixes are shared."""
-        request = make_request(
-            f"r{len(self.requests)}",
-            range(first, first + prompt_len),
-            max_tokens=max_tokens,
-            cache_salt=salt,
-            stop_token_ids=range(stop, stop + 20),
-        )
+        if only_scores:
+            max_tokens, prompt_logprobs = 0, 1
+        for choice in range(choices):
+            self.add(
+                make_request(
+                    f"r{len(self.requests)}",
+                    range(first, first + prompt_len),
+                    max_tokens=max_tokens,
+                    cache_salt=salt,
+                    stop_token_ids=range(stop, stop + 20),
+                    min_tokens=min(min_tokens, max_tokens),
+                    priority=priority,
+                    logprobs=logprobs,
+                    prompt_logprobs=prompt_logprobs,
+                    repetition_penalty=repetition_penalty,
+                    grammar=make_grammar(20, residues) if residues else None,
+                    choice=choice,
+                )
+            )
+
+    def add(self, request: GenerationRequest) -> None:
+        num_tokens = len(request.prompt_token_ids) + request.sampling.max_tokens
         try:
             self.engine.add_request(request)
         except NeverFitsError:
-            assert prompt_len + max_tokens > min(MAX_MODEL_LEN, self.target * BLOCK_SIZE)
+            assert num_tokens > min(MAX_MODEL_LEN, self.target * BLOCK_SIZE)
         except OverloadedError:
             assert self.engine.stats().num_waiting_capacity + self.engine.stats().num_waiting_budget == 12
         else:
+            assert num_tokens <= MAX_MODEL_LEN
+            assert num_tokens <= self.target * BLOCK_SIZE or self.window is not None
             self.requests[request.request_id] = request
 
     @rule(num_steps=st.integers(1, 4) | st.integers(10, 30))
     def step(self, num_steps: int) -> None:
         for _ in range(num_steps):
-            self.collector.take(self.engine.step())
+            num_plans = len(self.runner.plans)
+            had_work = self.engine.has_work
+            outputs = self.engine.step()
+            self.collector.take(outputs)
             self.engine.check_invariants()
+            assert len(self.runner.plans) > num_plans or outputs or not had_work, "nothing scheduled, nothing ended"
             if self.runner.plans:
                 plan = self.runner.plans[-1]
                 assert not {p.request_id for p in plan.preempted} & {s.request_id for s in plan.scheduled}
@@ -100,8 +157,10 @@ class EngineMachine(RuleBasedStateMachine):
     def resize(self, usable_blocks: int) -> None:
         result = self.engine.resize(usable_blocks)
         is_possible = -(-MAX_MODEL_LEN // BLOCK_SIZE) <= usable_blocks <= NUM_BLOCKS
-        assert (result.state is not ResizeState.REJECTED) == is_possible
-        if is_possible:
+        if result.state is ResizeState.REJECTED:
+            assert not is_possible
+        else:
+            assert is_possible or (self.window is not None and usable_blocks <= NUM_BLOCKS)
             self.target = usable_blocks
 
     @rule()
@@ -113,6 +172,12 @@ class EngineMachine(RuleBasedStateMachine):
             with pytest.raises(DeviceOutOfMemoryError):
                 self.engine.step()
         self.runner.failures.clear()
+
+    @rule(data=st.data())
+    def yield_unusable_logits(self, data: st.DataObject) -> None:
+        live = sorted(self.requests.keys() - self.collector.final.keys())
+        if live:
+            self.runner.unusable.add(data.draw(st.sampled_from(live)))
 
     @rule()
     def fail(self) -> None:
@@ -141,11 +206,15 @@ class EngineMachine(RuleBasedStateMachine):
         for request_id, request in self.requests.items():
             final = self.collector.final[request_id]
             token_ids = self.collector.token_ids[request_id]
-            expected = compute_expected_tokens(request)
+            logprobs = self.collector.logprobs[request_id]
+            expected = compute_expected_tokens(request, window=self.window)
+            expected_logprobs = compute_expected_logprobs(request, window=self.window)
             if final.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
                 assert token_ids == expected
+                assert logprobs == expected_logprobs
             else:
                 assert token_ids == expected[: len(token_ids)]
+                assert logprobs == expected_logprobs[: len(logprobs)]
             assert final.num_output_tokens == len(token_ids)
         assert self.engine.stats().num_blocks_used == 0
         assert self.engine.num_blocks_to_go == 0

@@ -13,10 +13,11 @@ from kvpilot_engine.core.settings import CacheSettings
 from kvpilot_engine.testing import make_request, make_sequence
 
 
-def make_manager(num_blocks: int = 8, *, caching: bool = True, model: str = "m") -> KVCacheManager:
-    return KVCacheManager(
-        CacheSettings(block_size=4, enable_prefix_caching=caching), num_blocks=num_blocks, model=model
-    )
+def make_manager(
+    num_blocks: int = 8, *, caching: bool = True, model: str = "m", window: int | None = None, max_step_tokens: int = 64
+) -> KVCacheManager:
+    cache = CacheSettings(block_size=4, enable_prefix_caching=caching, window=window)
+    return KVCacheManager(cache, num_blocks=num_blocks, max_step_tokens=max_step_tokens, model=model)
 
 
 def make_waiting(*tokens: int, salt: str = "") -> Sequence:

@@ -51,5 +51,5 @@ def make_running(computed: list[int], preemptions: list[int] | None = None) -> l
 )
 def test_victim(computed: list[int], preemptions: list[int] | None, needy: int, expected: int | None) -> None:
     running = make_running(computed, preemptions)
-    victim = choose_victim(reversed(running), running[needy])
+    victim = choose_victim(running[::-1], running[needy])
     assert (None if victim is None else victim.arrival) == expected

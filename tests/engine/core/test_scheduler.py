@@ -34,7 +34,7 @@ class Bench:
         self, *requests: GenerationRequest, num_blocks: int = 32, budget: int = 64, seqs: int = 8, caching: bool = True
     ) -> None:
         cache = CacheSettings(block_size=BLOCK_SIZE, enable_prefix_caching=caching)
-        self.kv_cache = KVCacheManager(cache, num_blocks=num_blocks, model="m")
+        self.kv_cache = KVCacheManager(cache, num_blocks=num_blocks, max_step_tokens=budget, model="m")
         settings = SchedulerSettings(max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=1000)
         self.scheduler = Scheduler(settings, self.kv_cache)
         self.runner = FakeModelRunner(block_size=BLOCK_SIZE)

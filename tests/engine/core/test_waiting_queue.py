@@ -66,4 +66,4 @@ def test_places_of_those_who_gave_up_do_not_pile_up_behind_a_patient_first() -> 
         sequence = make_waiting(arrival)
         queue.add(sequence)
         queue.remove(sequence)
-    assert len(queue._arrivals) < 50
+    assert len(queue._places) < 50

@@ -51,7 +51,9 @@ class EngineCore:
         self._runner = runner
         self._constraints = constraints
         self._settings = scheduler
-        self._kv_cache = KVCacheManager(cache, num_blocks=num_blocks, model=model)
+        self._kv_cache = KVCacheManager(
+            cache, num_blocks=num_blocks, max_step_tokens=scheduler.max_num_batched_tokens, model=model
+        )
         self._scheduler = Scheduler(scheduler, self._kv_cache)
         self._undelivered: list[SequenceOutput] = []
         """Rejections of a plan whose execution then failed; the next step delivers them."""
@@ -116,7 +118,7 @@ class EngineCore:
             return ResizeResult(
                 ResizeState.REJECTED, reason=f"{usable_blocks} blocks asked for, the storage holds {pool.num_blocks}"
             )
-        floor = self._kv_cache.num_blocks_for(self._settings.max_model_len)
+        floor = self._kv_cache.num_blocks_to_hold(self._settings.max_model_len)
         if usable_blocks < min(floor, pool.target_blocks):
             return ResizeResult(
                 ResizeState.REJECTED,
@@ -183,11 +185,12 @@ class EngineCore:
     def _check_fits(self, request: GenerationRequest) -> None:
         num_prompt_tokens = len(request.prompt_token_ids)
         max_tokens = request.sampling.max_tokens
-        num_cache_tokens = self._kv_cache.pool.target_blocks * self._kv_cache.block_size
-        for limit, what in (
-            (self._settings.max_model_len, "max_model_len is"),
-            (num_cache_tokens, "the whole KV cache holds"),
-        ):
+        num_cache_blocks = self._kv_cache.pool.target_blocks
+        limits = [(self._settings.max_model_len, "max_model_len is")]
+        # Behind a sliding window blocks are given away: longer requests than the cache holds at once may fit.
+        if self._kv_cache.num_blocks_to_hold(num_prompt_tokens + max_tokens) > num_cache_blocks:
+            limits.append((num_cache_blocks * self._kv_cache.block_size, "the whole KV cache holds"))
+        for limit, what in limits:
             if num_prompt_tokens + min(1, max_tokens) > limit:
                 output = " and at least 1 is to be generated" if max_tokens else ""
                 raise NeverFitsError(

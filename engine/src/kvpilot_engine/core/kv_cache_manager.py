@@ -6,6 +6,9 @@ returns None. Invariant: a block named by several tables, or by the hash map, is
     positions of a sequence
     0 ─────────────── num_cached ───────── num_computed ──────── num_tokens ──────── table.num_slots
     └ shared, found by hash ┘└ own, full blocks published ┘└ reserved, to be computed ┘└ rest of last block ┘
+
+With a sliding window, blocks that no token after num_computed reads are given away (they may stay cached), and room is
+taken chunk by chunk, so that a sequence never holds more than the window, one step and the rests of two blocks.
 """
 
 from __future__ import annotations
@@ -25,7 +28,14 @@ class PrefixMatch:
     """Cached blocks that hold the first tokens of a sequence."""
 
     block_ids: tuple[BlockId, ...]
+    """Those that later tokens read."""
     num_cached_tokens: int
+    num_skipped_blocks: int = 0
+    """Cached blocks before them, which lie outside the window."""
+
+    @property
+    def num_blocks(self) -> int:
+        return self.num_skipped_blocks + len(self.block_ids)
 
 
 NO_PREFIX = PrefixMatch((), 0)
@@ -34,9 +44,14 @@ NO_PREFIX = PrefixMatch((), 0)
 class KVCacheManager:
     """Owns the pool; every block that a sequence holds came from here."""
 
-    def __init__(self, settings: CacheSettings, *, num_blocks: int, model: str) -> None:
-        """`model` names what the cached values depend on besides tokens; `num_blocks` excludes the null block."""
+    def __init__(self, settings: CacheSettings, *, num_blocks: int, max_step_tokens: int, model: str) -> None:
+        """`model` names what the cached values depend on besides tokens; `num_blocks` excludes the null block.
+
+        `max_step_tokens`: the most that one sequence computes in one step.
+        """
         self.block_size = settings.block_size
+        self._window = settings.window
+        self._max_step_tokens = max_step_tokens
         self.caches_prefixes = settings.enable_prefix_caching
         self._model = model
         self.pool = BlockPool(num_blocks)
@@ -45,6 +60,14 @@ class KVCacheManager:
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+    def num_blocks_to_hold(self, num_tokens: int) -> int:
+        """The most blocks that a sequence of num_tokens tokens holds at a time while they are computed."""
+        if self._window is None:
+            return self.num_blocks_for(num_tokens)
+        # One block more than the tokens fill: they may begin in the middle of a block.
+        widest = self.num_blocks_for(self._window - 1 + self._max_step_tokens) + 1
+        return min(self.num_blocks_for(num_tokens), widest)
 
     def find_prefix(self, sequence: Sequence) -> PrefixMatch:
         """The longest cached prefix of a waiting sequence, in whole blocks.
@@ -61,11 +84,15 @@ class KVCacheManager:
             if block_id is None:
                 break
             found.append(block_id)
-        return PrefixMatch(tuple(found), len(found) * self.block_size)
+        num_cached_tokens = len(found) * self.block_size
+        num_skipped = self._num_unread_blocks(num_cached_tokens)
+        return PrefixMatch(tuple(found[num_skipped:]), num_cached_tokens, num_skipped)
 
     def can_admit(self, sequence: Sequence, match: PrefixMatch, *, num_reserved_blocks: int) -> bool:
         """True when all known tokens of a waiting sequence get blocks and the reserve stays free after that."""
-        num_new = self.num_blocks_for(sequence.num_tokens) - len(match.block_ids)
+        num_new = self.num_blocks_for(sequence.num_tokens) - match.num_blocks
+        if self._window is not None:
+            num_new = min(num_new, self.num_blocks_to_hold(sequence.num_tokens) - len(match.block_ids))
         # Matched blocks that nobody references leave the free queue too.
         num_revived = sum(self.pool.is_available(block_id) for block_id in match.block_ids)
         return num_new + num_revived + num_reserved_blocks <= self.pool.num_available
@@ -76,19 +103,25 @@ class KVCacheManager:
         To wait for it is cheaper than to compute it twice: equal prompts that arrive together, as the choices of
         one request do, then share their blocks.
         """
-        num_matched = len(match.block_ids)
+        num_matched = match.num_blocks
         if not self.caches_prefixes or num_matched >= sequence.num_scored_tokens // self.block_size:
             return False
         return self._hashes(sequence, num_matched + 1)[num_matched] in self._computing
 
     def admit(self, sequence: Sequence, match: PrefixMatch) -> None:
-        """Give a waiting sequence blocks for all its tokens, and start it. can_admit() has said that they are there."""
-        allocated = self.allocate_slots(sequence, sequence.num_tokens, match)
+        """Give a waiting sequence blocks for all its tokens, and start it. can_admit() has said that they are there.
+
+        With a window it gets those of its first step; the others follow as it gives away what it has left behind.
+        """
+        num_tokens = sequence.num_tokens
+        if self._window is not None:
+            num_tokens = min(num_tokens, match.num_cached_tokens + self._max_step_tokens)
+        allocated = self.allocate_slots(sequence, num_tokens, match)
         assert allocated is not None, "there was room for a sequence that got no blocks"
         sequence.start(num_cached_tokens=match.num_cached_tokens)
         if self.caches_prefixes:
             num_full = sequence.num_tokens // self.block_size
-            for block_hash in self._hashes(sequence, num_full)[len(match.block_ids) :]:
+            for block_hash in self._hashes(sequence, num_full)[match.num_blocks :]:
                 self._computing.setdefault(block_hash, sequence)
 
     def allocate_slots(
@@ -99,8 +132,7 @@ class KVCacheManager:
         `match` goes with a sequence that holds nothing yet: its blocks become the head of the table.
         """
         assert not match.block_ids or len(sequence.block_table) == 0
-        num_held = len(match.block_ids) or len(sequence.block_table)
-        num_new = self.num_blocks_for(num_tokens) - num_held
+        num_new = self.num_blocks_for(num_tokens) - (match.num_blocks or len(sequence.block_table))
         if num_new <= 0 and not match.block_ids:
             return []
         self.pool.touch(match.block_ids)  # first, or the allocation could evict what was matched
@@ -108,21 +140,26 @@ class KVCacheManager:
         if new_blocks is None:
             self.pool.free(list(match.block_ids))
             return None
+        if match.num_skipped_blocks:
+            sequence.block_table.skip(match.num_skipped_blocks)
         sequence.block_table.extend(match.block_ids)
         sequence.block_table.extend(new_blocks)
         return new_blocks
 
     def commit(self, sequence: Sequence, num_tokens: int) -> None:
-        """Count num_tokens more tokens as computed and publish the blocks that became full."""
+        """Count num_tokens more tokens as computed, publish the blocks that became full, give away the unread."""
         first = sequence.num_computed_tokens // self.block_size
         sequence.advance(num_tokens)
         last = sequence.num_computed_tokens // self.block_size
-        if not self.caches_prefixes or first == last:
-            return
-        hashes = self._hashes(sequence, last)
-        for index in range(first, last):
-            self.pool.publish(sequence.block_table.block_at(index), hashes[index])
-            self._stop_computing(sequence, hashes[index])
+        if self.caches_prefixes and first != last:
+            hashes = self._hashes(sequence, last)
+            for index in range(first, last):
+                self.pool.publish(sequence.block_table.block_at(index), hashes[index])
+                self._stop_computing(sequence, hashes[index])
+        if self._window is not None:
+            num_unread = self._num_unread_blocks(sequence.num_computed_tokens)
+            if num_unread > sequence.block_table.num_given_away:
+                self.pool.free(sequence.block_table.give_away(num_unread))
 
     def cut_to(self, sequence: Sequence, num_blocks: int) -> None:
         """Give back what the table holds beyond num_blocks blocks; nothing there may be computed."""
@@ -146,10 +183,15 @@ class KVCacheManager:
         references: dict[BlockId, int] = {}
         written: dict[BlockId, str] = {}
         for sequence in sequences:
-            block_ids = sequence.block_table.block_ids
+            num_given_away = sequence.block_table.num_given_away
+            assert not any(sequence.block_table.block_ids[:num_given_away]), "a block was given away and is held"
+            assert num_given_away <= self._num_unread_blocks(sequence.num_computed_tokens), "a block is missing"
+            block_ids = sequence.block_table.block_ids[num_given_away:]
+            held_at_most = self.num_blocks_to_hold(max(sequence.num_tokens, sequence.num_computed_tokens))
+            assert len(block_ids) <= held_at_most, f"{sequence.request_id} holds more than it was admitted for"
             assert len(set(block_ids)) == len(block_ids), f"{sequence.request_id} holds a block twice"
             assert sequence.num_computed_tokens <= sequence.block_table.num_slots, f"{sequence.request_id} lacks slots"
-            for index, block_id in enumerate(block_ids):
+            for index, block_id in enumerate(block_ids, start=num_given_away):
                 references[block_id] = references.get(block_id, 0) + 1
                 if (index + 1) * self.block_size > sequence.num_computed_tokens:
                     assert block_id not in written, f"{sequence.request_id} and {written[block_id]} write {block_id}"
@@ -158,8 +200,15 @@ class KVCacheManager:
         self.pool.check_invariants(references)
         for block_hash, sequence in self._computing.items():
             index = sequence.block_hashes.index(block_hash)
-            assert len(sequence.block_table) > index, f"{sequence.request_id} computes a block that it has not"
+            has_block = len(sequence.block_table) > index or self._window is not None
+            assert has_block, f"{sequence.request_id} computes a block that it has not"
             assert sequence.num_computed_tokens < (index + 1) * self.block_size, "a computed block is still awaited"
+
+    def _num_unread_blocks(self, num_computed_tokens: int) -> int:
+        """Leading blocks that no token from num_computed_tokens on reads."""
+        if self._window is None:
+            return 0
+        return max(0, num_computed_tokens - self._window + 1) // self.block_size
 
     def _stop_computing(self, sequence: Sequence, block_hash: BlockHash) -> None:
         if self._computing.get(block_hash) is sequence:

@@ -6,7 +6,7 @@ Preemptions and evictions of a dropped plan stay: a failed step may have overwri
 
 One step, under one token budget:
     running sequences, in order of admission     each its next token, or the next chunk of its prompt
-    waiting ones, in order of arrival            while budget, places and blocks last; none overtakes another,
+    waiting ones, by priority and arrival        while budget, places and blocks last; none overtakes another,
                                                  and all wait a moment for a prefix that is just being computed
 
 Invariant: with work to do, a step schedules something or rejects something.
@@ -62,6 +62,7 @@ class Scheduler:
         self._running: dict[RequestId, Sequence] = {}
         """In order of admission: who came back last computes its prompt after the others' next tokens."""
         self._num_arrived = 0
+        self._num_planned = 0
         self._open_plan: SchedulerOutput | None = None
         self._reservations: tuple[Reservation, ...] = ()
         self.counters = Counters()
@@ -110,6 +111,7 @@ class Scheduler:
         """Plan one step. A plan that schedules anything stays open until update_from_output() or drop()."""
         assert self._open_plan is None, "the last plan was neither committed nor dropped"
         planning = _Planning(self._settings.max_num_batched_tokens)
+        self._preempt_for_test(planning)
         self._plan_running(planning)
         if not planning.preempted:
             # The preempted one is first in the queue now; a plan that takes its blocks must not bring it back.
@@ -211,9 +213,17 @@ class Scheduler:
         planning.preempted.append(Preemption(victim.request_id, victim.num_computed_tokens, victim.num_preemptions))
         self._return_to_queue(victim)
 
+    def _preempt_for_test(self, planning: _Planning) -> None:
+        every = self._settings.preempt_every
+        self._num_planned += 1
+        if every and self._num_planned % every == 0 and self._running:
+            victim = choose_victim(self._running.values(), min(self._running.values(), key=lambda s: s.place))
+            if victim is not None:
+                self._preempt(victim, planning)
+
     def _plan_waiting(self, planning: _Planning) -> None:
         while (sequence := self._waiting.first()) is not None:
-            if self._kv_cache.num_blocks_for(sequence.max_total_tokens) > self._kv_cache.pool.target_blocks:
+            if self._kv_cache.num_blocks_to_hold(sequence.max_total_tokens) > self._kv_cache.pool.target_blocks:
                 self._reject(sequence, planning)
                 continue
             if planning.num_tokens_left == 0 or len(self._running) >= self._settings.max_num_seqs:
@@ -236,17 +246,20 @@ class Scheduler:
 
     def _compute_reserve(self, candidate: Sequence) -> int:
         """Blocks to leave free so that those who run, and the candidate, can go on for a while."""
-        blocks_for = self._kv_cache.num_blocks_for
+        blocks_for = self._kv_cache.num_blocks_to_hold
         num_outstanding = blocks_for(candidate.max_total_tokens) - blocks_for(candidate.num_tokens)
         for sequence in self._running.values():
-            num_outstanding += blocks_for(sequence.max_total_tokens) - len(sequence.block_table)
+            num_outstanding += blocks_for(sequence.max_total_tokens) - sequence.block_table.num_held
         return max(len(self._running) + 1, -(-num_outstanding // RESERVED_OUTPUT_SHARE))
 
     def _reject(self, sequence: Sequence, planning: _Planning) -> None:
-        num_held = self._kv_cache.pool.target_blocks * self._kv_cache.block_size
+        block_size = self._kv_cache.block_size
+        num_needed = min(
+            sequence.max_total_tokens, self._kv_cache.num_blocks_to_hold(sequence.max_total_tokens) * block_size
+        )
         message = (
-            f"the request needs room for {sequence.max_total_tokens} tokens, "
-            f"but the KV cache was shrunk and holds {num_held}"
+            f"the request needs room for {num_needed} tokens, "
+            f"but the KV cache was shrunk and holds {self._kv_cache.pool.target_blocks * block_size}"
         )
         planning.rejected.append(self._fail(sequence, message))
 

@@ -81,6 +81,11 @@ class Sequence:
         return self.request.request_id
 
     @property
+    def place(self) -> tuple[int, int]:
+        """Sorts sequences: lower is served first and preempted last."""
+        return self.request.priority, self.arrival
+
+    @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 

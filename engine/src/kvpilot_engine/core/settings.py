@@ -11,6 +11,9 @@ class CacheSettings:
     """Tokens per block. Small blocks waste less memory, large ones make shorter tables."""
     enable_prefix_caching: bool = True
     """Reuse blocks of equal prompt prefixes."""
+    window: int | None = None
+    """Tokens that the model still reads, itself included: blocks further back are given away. None: all are read.
+    A property of the model, put in when it is loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,3 +26,5 @@ class SchedulerSettings:
     """Longest sequence, prompt and output together, in tokens."""
     max_queue_len: int = 256
     """Most sequences waiting; one more is refused with 429."""
+    preempt_every: int = 0
+    """For tests: preempt somebody in every so-manieth step although there is room; 0: never. No output may change."""

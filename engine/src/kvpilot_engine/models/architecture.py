@@ -101,12 +101,13 @@ class Architecture:
     parse_hf: Callable[[HFConfig], DecoderConfig]
     hf_defaults: Mapping[str, Any] = field(default_factory=dict)
     """What its configuration class assumes where config.json says nothing."""
-    hf_names: TensorNames = field(default=HF_NAMES)
+    hf_names: tuple[TensorNames, ...] = (HF_NAMES,)
+    """Several when published files differ: those hold whose embedding is there."""
     hf_norm_offset: float = 0.0
     """Added to norm weights of safetensors; GGUF holds the sum already."""
     gguf_architecture: str | None = None
     """general.architecture; None: GGUF files of this model go by another architecture's name."""
     parse_gguf: Callable[[GGUFHeader], DecoderConfig] | None = None
-    gguf_names: TensorNames = field(default=GGUF_NAMES)
+    gguf_names: TensorNames = GGUF_NAMES
     gguf_interleaves_rotary: bool = False
     """Rows of q and k are stored with each head's halves interleaved."""

@@ -4,7 +4,7 @@ architecture; the float32 reference and the compiled path both run from it. Impo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from kvpilot_engine.errors import SettingsError
@@ -136,6 +136,11 @@ class DecoderConfig:
         windows = [layer.window for layer in self.layers]
         limited = [window for window in windows if window is not None]
         return max(limited) if len(limited) == len(windows) else None
+
+    def with_windows(self, windows: tuple[int | None, ...]) -> DecoderConfig:
+        """The same decoder with these windows, one a layer."""
+        layers = (replace(layer, window=window) for layer, window in zip(self.layers, windows, strict=True))
+        return replace(self, layers=tuple(layers))
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
         return 2 * self.num_layers * self.kv_size * element_bytes

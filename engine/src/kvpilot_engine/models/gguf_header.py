@@ -55,6 +55,9 @@ class GGUFHeader:
     def integer(self, key: str, default: int | None = None) -> int:
         return int(self.number(key, default))
 
+    def optional_number(self, key: str) -> float | None:
+        return None if self.get(key) is None else self.number(key)
+
     def error(self, message: str) -> SettingsError:
         return SettingsError([f"{self.origin}: {message}"])
 

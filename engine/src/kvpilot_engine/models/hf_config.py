@@ -166,7 +166,7 @@ class HFConfig:
         key = "original_max_position_embeddings"
         original = self.as_integer(key, rope.get(key, self.get(key)))
         factor = rope.get("factor")
-        if factor is None or self.get(key) is not None:
+        if factor is None:
             factor = self.integer("max_position_embeddings") / original
         attention_factor = rope.get("attention_factor")
         return LongRopeScaling(

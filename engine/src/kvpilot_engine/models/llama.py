@@ -16,10 +16,10 @@ def _parse_hf(config: HFConfig) -> DecoderConfig:
 
 
 def _parse_gguf(header: GGUFHeader) -> DecoderConfig:
-    config, window = header.parse_plain(), header.parse_window()
+    config = header.parse_plain()
     if any(layer.rope.rotary_dim != config.head_dim for layer in config.layers):
         raise header.error("partial rotary embedding is not supported in GGUF files of llama")
-    return replace(config, layers=tuple(replace(layer, window=window) for layer in config.layers))
+    return config.with_windows((header.parse_window(),) * config.num_layers)
 
 
 LLAMA = Architecture(

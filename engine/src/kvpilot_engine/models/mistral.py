@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from kvpilot_engine.models.architecture import Architecture
 from kvpilot_engine.models.decoder_config import DecoderConfig
 from kvpilot_engine.models.hf_config import SLIDING, HFConfig
@@ -11,9 +9,7 @@ from kvpilot_engine.models.hf_config import SLIDING, HFConfig
 
 def _parse_hf(config: HFConfig) -> DecoderConfig:
     plain = config.parse_plain()
-    windows = config.parse_windows((SLIDING,) * plain.num_layers)
-    layers = (replace(layer, window=window) for layer, window in zip(plain.layers, windows, strict=True))
-    return replace(plain, layers=tuple(layers))
+    return plain.with_windows(config.parse_windows((SLIDING,) * plain.num_layers))
 
 
 MISTRAL = Architecture(

@@ -6,12 +6,22 @@ from collections.abc import Iterable
 
 from kvpilot_engine.errors import SettingsError
 from kvpilot_engine.models.architecture import Architecture
+from kvpilot_engine.models.gemma2 import GEMMA2
+from kvpilot_engine.models.gemma3 import GEMMA3
 from kvpilot_engine.models.llama import LLAMA
 from kvpilot_engine.models.mistral import MISTRAL
+from kvpilot_engine.models.phi3 import PHI3
+from kvpilot_engine.models.qwen2 import QWEN2
+from kvpilot_engine.models.qwen3 import QWEN3
 
 ARCHITECTURES: tuple[Architecture, ...] = (
     LLAMA,
     MISTRAL,
+    QWEN2,
+    QWEN3,
+    GEMMA2,
+    GEMMA3,
+    PHI3,
 )
 
 

@@ -72,6 +72,10 @@ def _open_safetensors(folder: Path) -> WeightSource:
     if not isinstance(values, dict):
         raise SettingsError([f"{path}: not a JSON object"])
     architecture = find_hf_architecture(values.get("architectures") or (), origin=path.name)
+    # multimodal models describe their text part within
+    values |= {**(values.get("text_config") or {}), "architectures": values["architectures"]}
     config = architecture.parse_hf(HFConfig(values, origin=path.name, defaults=architecture.hf_defaults))
     store = SafetensorsStore(folder)
-    return Checkpoint(config, store, architecture.hf_names, norm_offset=architecture.hf_norm_offset)
+    variants = architecture.hf_names
+    names = next((v for v in variants if f"{v.outside['embedding']}.weight" in store.shapes), variants[0])
+    return Checkpoint(config, store, names, norm_offset=architecture.hf_norm_offset)

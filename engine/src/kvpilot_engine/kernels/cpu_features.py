@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from enum import StrEnum
 from functools import cache
 
-from llvmlite import binding
-
 from kvpilot_engine.errors import SettingsError
 
 DOT_VARIABLE = "KVPILOT_CPU_DOT"
@@ -52,4 +50,6 @@ def choose_dot_path(features: Mapping[str, bool], forced: str | None) -> DotPath
 @cache
 def dot_path() -> DotPath:
     """This process's path."""
+    from llvmlite import binding  # here, so that the name of the variable costs nothing
+
     return choose_dot_path(binding.get_host_cpu_features(), os.environ.get(DOT_VARIABLE))

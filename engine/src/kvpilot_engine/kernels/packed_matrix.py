@@ -164,6 +164,16 @@ class PackedMatrix:
         return frozenset(part.layout for part in self.parts)
 
     @property
+    def needs_quantized_rows(self) -> bool:
+        """Some part multiplies quantized activations."""
+        return any(not LAYOUTS[part.layout].is_plain for part in self.parts)
+
+    @property
+    def needs_plain_rows(self) -> bool:
+        """Some part multiplies float32 activations."""
+        return any(LAYOUTS[part.layout].is_plain for part in self.parts)
+
+    @property
     def size_bytes(self) -> int:
         return sum(part.weights.nbytes + part.bias.nbytes for part in self.parts)
 

@@ -5,8 +5,12 @@ Each number is what GGUF's definition of the format gives, in the same order of 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
+from numba import types
 
 from kvpilot_engine.kernels.block_formats import NESTED_COLUMNS, SIMPLE_COLUMNS
 from kvpilot_engine.kernels.float_bits import bits_to_float, half_to_float
@@ -48,6 +52,22 @@ def _read_part(part: PackedPart, row_ids: npt.NDArray[np.int64], out: Floats) ->
         _read_simple_rows(
             part.weights, row_ids, out, layout.bits, layout.zero_point, layout.has_minimum, scales, minima
         )
+
+
+def compile_reading(layouts: Iterable[int]) -> None:
+    """Compiles what reads rows of these layouts, or loads it from numba's cache."""
+    common = (types.Array(types.uint8, 2, "C"), types.Array(types.int64, 1, "C"), types.Array(types.float32, 2, "C"))
+    integers = (types.int64, types.int64, types.boolean)
+    for layout in (LAYOUTS[index] for index in layouts):
+        reader: Any
+        others: tuple[Any, ...]
+        if layout.is_plain:
+            reader, others = _read_plain_rows, (types.int64,)
+        elif layout.is_nested:
+            reader, others = _read_nested_rows, (*integers, *[types.int64] * 4)
+        else:
+            reader, others = _read_simple_rows, (*integers, *[types.int64] * 2)
+        reader.compile((*common, *others))
 
 
 @kernel

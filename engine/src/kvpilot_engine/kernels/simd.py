@@ -88,6 +88,10 @@ class Simd:
     def store_f32(self, value: Value, pointer: Value) -> None:
         self.store(value, pointer, 4)
 
+    def store_s8(self, value: Value, pointer: Value) -> None:
+        """The low byte of int32 lanes."""
+        self.store(self.builder.trunc(value, I8X16), pointer, 1)
+
     def store_f16(self, value: Value, pointer: Value) -> None:
         """Rounds to nearest, ties to even."""
         self.store(self.builder.fptrunc(value, F16X16), pointer, 2)
@@ -158,6 +162,13 @@ class Simd:
         """To the nearest whole number, ties to even."""
         return self._call("llvm.rint.v16f32", F32X16, [value])
 
+    def magnitude_bits(self, value: Value) -> Value:
+        """The bits of absolute values. As integers they compare as the numbers do, infinity and NaN highest."""
+        return self.builder.and_(self.builder.bitcast(value, I32X16), self.splat_i32(0x7FFFFFFF))
+
+    def maximum_i32(self, left: Value, right: Value) -> Value:
+        return self._call("llvm.smax.v16i32", I32X16, [left, right])
+
     def to_f32(self, integers: Value) -> Value:
         return self.builder.sitofp(integers, F32X16)
 
@@ -186,6 +197,12 @@ class Simd:
 
     def max(self, value: Value) -> Value:
         return self._reduce(value, self.maximum)
+
+    def max_i32(self, value: Value) -> Value:
+        return self._reduce(value, self.maximum_i32)
+
+    def sum_i32(self, value: Value) -> Value:
+        return self._reduce(value, self.builder.add)
 
     def _reduce(self, value: Value, combine: Callable[[Value, Value], Value]) -> Value:
         for distance in (8, 4, 2, 1):

@@ -73,10 +73,11 @@ class GGUFHeader:
         head_dim = self.integer("attention.key_length", hidden_size // heads)
         if self.integer("attention.value_length", head_dim) != head_dim:
             raise self.error(f"values of {self.get('attention.value_length')} and keys of {head_dim} elements differ")
+        rotary_dim = self.integer("rope.dimension_count", head_dim)
         rope = RopeConfig(
             theta=self.number("rope.freq_base", 10000.0),
-            rotary_dim=self.integer("rope.dimension_count", head_dim),
-            scaling=self.parse_scaling(),
+            rotary_dim=rotary_dim,
+            scaling=self._parse_scaling(rotary_dim),
         )
         config = DecoderConfig(
             architecture=self.architecture,
@@ -101,9 +102,9 @@ class GGUFHeader:
         window = self.integer("attention.sliding_window", 0)
         return window if 0 < window < self.integer("context_length") else None
 
-    def parse_scaling(self) -> RopeScaling | None:
+    def _parse_scaling(self, rotary_dim: int) -> RopeScaling | None:
         if FREQUENCY_FACTORS in self.shapes:
-            return FrequencyRopeScaling(factors=self.read_factors(FREQUENCY_FACTORS))
+            return FrequencyRopeScaling(factors=self.read_factors(FREQUENCY_FACTORS, rotary_dim))
         kind = self.get("rope.scaling.type") or "none"
         if kind == "linear":
             return LinearRopeScaling(factor=self.number("rope.scaling.factor"))
@@ -113,7 +114,11 @@ class GGUFHeader:
         named = kind if kind != "none" else "by rope.scale_linear"
         raise self.error(f"rope scaling {named} is not supported (supported: linear, longrope, {FREQUENCY_FACTORS})")
 
-    def read_factors(self, name: str) -> tuple[float, ...]:
+    def read_factors(self, name: str, rotary_dim: int) -> tuple[float, ...]:
+        """One for each rotated pair."""
         if name not in self.shapes:
             raise self.error(f"tensor {name} is missing")
-        return tuple(map(float, self.read_tensor(name)))
+        factors = tuple(map(float, self.read_tensor(name)))
+        if len(factors) != rotary_dim // 2:
+            raise self.error(f"tensor {name} has {len(factors)} elements; it must have {rotary_dim // 2}")
+        return factors

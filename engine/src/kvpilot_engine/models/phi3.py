@@ -22,20 +22,21 @@ def _parse_gguf(header: GGUFHeader) -> DecoderConfig:
     config = header.parse_plain()
     window = header.parse_window()
     if _LONG in header.shapes:
-        scaling = _parse_factors(header, config.max_position_embeddings)
+        scaling = _parse_factors(header, config)
         layers = (replace(layer, rope=replace(layer.rope, scaling=scaling)) for layer in config.layers)
         config = replace(config, layers=tuple(layers))
     return config.with_windows((window,) * config.num_layers)
 
 
-def _parse_factors(header: GGUFHeader, context_length: int) -> LongRopeScaling:
+def _parse_factors(header: GGUFHeader, config: DecoderConfig) -> LongRopeScaling:
     original = header.integer("rope.scaling.original_context_length")
+    rotary_dim = config.layers[0].rope.rotary_dim
     return LongRopeScaling(
-        short_factors=header.read_factors(_SHORT),
-        long_factors=header.read_factors(_LONG),
+        short_factors=header.read_factors(_SHORT, rotary_dim),
+        long_factors=header.read_factors(_LONG, rotary_dim),
         original_max_position_embeddings=original,
         attention_factor=header.number(
-            "rope.scaling.attn_factor", long_attention_factor(context_length / original, original)
+            "rope.scaling.attn_factor", long_attention_factor(config.max_position_embeddings / original, original)
         ),
     )
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from kvpilot_engine.kernels.compile_cache import prepare_compile_cache
 from kvpilot_tools.cluster import engine_env
 from kvpilot_tools.cluster import local_cluster as clusters
 from kvpilot_tools.cluster.api_server import ApiServer
@@ -45,7 +46,9 @@ settings.load_profile("untimed")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse a half-named cluster, and make sure that no other is found by accident."""
+    """Refuse a half-named cluster, and make sure that no other is found by accident. Keep compiled kernels of this
+    very source: numba's own place, beside the source, goes on serving what an edit elsewhere has made wrong."""
+    prepare_compile_cache(os.environ)
     try:
         chosen_cluster(os.environ)
     except RequirementError as error:

@@ -38,10 +38,10 @@ _IN_USE_S = 24 * 3600.0
 
 def prepare_compile_cache(environ: MutableMapping[str, str]) -> Path:
     """Makes the folder, tells numba through `environ` (the process's own), removes old ones, and returns it."""
-    if "numba" in sys.modules:
-        raise RuntimeError("the compile cache is set up after numba was imported: numba has chosen its folder already")
     if environ.get(NUMBA_VARIABLE):
         return Path(environ[NUMBA_VARIABLE])
+    if "numba" in sys.modules:
+        raise RuntimeError("the compile cache is set up after numba was imported: numba has chosen its folder already")
     key = compute_cache_key(Path(__file__).parent.glob("*.py"), environ, _describe_processor())
     folder = _make_folder(candidate_roots(environ), key)
     environ[NUMBA_VARIABLE] = str(folder)

@@ -134,6 +134,13 @@ def test_old_folders_go_and_recent_ones_stay(tmp_path: Path) -> None:
     assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted(f"v{age}" for age in range(9))
 
 
-def test_numba_imported_too_early_is_a_mistake_of_ours() -> None:
+def test_numba_imported_too_early_is_a_mistake_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "numba", sys)
     with pytest.raises(RuntimeError, match="after numba was imported"):
         compile_cache.prepare_compile_cache({})
+
+
+def test_a_folder_that_the_user_gave_numba_is_used_as_it_is() -> None:
+    environ = {"NUMBA_CACHE_DIR": "/somewhere"}
+    assert compile_cache.prepare_compile_cache(environ) == Path("/somewhere")
+    assert environ == {"NUMBA_CACHE_DIR": "/somewhere"}

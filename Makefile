@@ -68,10 +68,13 @@ images: setup-all ## build both images with buildah or docker
 	@$(PY) -m kvpilot_tools.images
 
 ##@ Measure it
-.PHONY: bench-engine
+.PHONY: bench-engine bench-server
 bench-engine: ## decode and prefill speed on CPU; writes build/bench/engine.json
 	@$(BOOTSTRAP) --bench
 	@$(PY) -m kvpilot_tools.bench.engine
+
+bench-server: setup ## processor time of the server itself per streamed token; writes build/bench/server-overhead.json
+	@$(PY) -m kvpilot_tools.bench.server_overhead
 
 ##@ Set up
 .PHONY: setup setup-operator setup-all clean help

@@ -68,10 +68,15 @@ images: setup-all ## build both images with buildah or docker
 	@$(PY) -m kvpilot_tools.images
 
 ##@ Measure it
-.PHONY: bench-engine bench-server
-bench-engine: ## decode and prefill speed on CPU; writes build/bench/engine.json
-	@$(BOOTSTRAP) --bench
-	@$(PY) -m kvpilot_tools.bench.engine
+.PHONY: bench-peers bench-engine bench-ttft bench-server
+bench-peers: setup ## llama.cpp, vLLM and transformers for bench-engine, into the user's cache, once
+	@$(PY) -m kvpilot_tools.bench.peers
+
+bench-engine: setup ## against every peer that is set up, about 25 minutes; ARGS=--quick; writes build/bench/engine.json
+	@$(PY) -m kvpilot_tools.bench.engine $(ARGS)
+
+bench-ttft: setup ## 21 streams at once on our engine; writes build/bench/ttft.json and ttft.png
+	@$(PY) -m kvpilot_tools.bench.ttft $(ARGS)
 
 bench-server: setup ## processor time of the server itself per streamed token; writes build/bench/server-overhead.json
 	@$(PY) -m kvpilot_tools.bench.server_overhead

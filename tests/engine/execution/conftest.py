@@ -138,8 +138,8 @@ class RecordingRunner:
         sequences = [s for s in plan.scheduled if s.samples]
         for row, sequence in zip(logits, sequences, strict=True):
             kept = self.logits.setdefault(sequence.request_id, {})
-            kept[sequence.end_position] = row.numpy().tobytes()
-        chosen = sample(logits.numpy(), sequences)
+            kept[sequence.end_position] = row.tobytes()
+        chosen = sample(logits, sequences)
         return ModelRunnerOutput(chosen.sampled, logprobs=chosen.logprobs, failed=chosen.failed)
 
 
@@ -166,13 +166,16 @@ class Generator:
         block_size: int = 16,
         budget: int = 512,
         prefix_caching: bool = False,
+        preempt_every: int = 0,
         one_by_one: bool = False,
         sampling: Callable[[int], SamplingParams] | None = None,
     ) -> Run:
         """All prompts together, or each after the one before it has ended."""
         torch.set_num_threads(1)  # parallel regions wait for each other on a busy machine
         cache = CacheSettings(block_size=block_size, enable_prefix_caching=prefix_caching)
-        scheduler = SchedulerSettings(max_num_batched_tokens=budget, max_model_len=256, max_num_seqs=16)
+        scheduler = SchedulerSettings(
+            max_num_batched_tokens=budget, max_model_len=256, max_num_seqs=16, preempt_every=preempt_every
+        )
         kv_cache = KVCacheTensors(self.model.config, num_blocks=num_blocks, block_size=block_size)
         recorder = RecordingRunner(TorchModelRunner(self.model, kv_cache, HostMemory()))
         for layer in kv_cache.layers:

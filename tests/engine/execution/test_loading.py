@@ -87,7 +87,7 @@ class DeviceOfNumbers:
 
 @pytest.fixture
 def settings(tiny_folder: Path) -> ExecutionSettings:
-    return ExecutionSettings(model=tiny_folder, num_threads=1)
+    return ExecutionSettings(model=tiny_folder, dtype="float32", num_threads=1)
 
 
 def load(settings: ExecutionSettings, *, faults: FaultInjection | None = None, **changes: Any) -> Any:
@@ -143,7 +143,7 @@ def test_what_cannot_fit_is_refused_before_any_weight_is_read(  # A16
     settings: ExecutionSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "kvpilot_engine.execution.loading.load_torch_decoder", lambda *_, **__: pytest.fail("weights were read")
+        "kvpilot_engine.execution.torch_path.load_torch_decoder", lambda *_, **__: pytest.fail("weights were read")
     )
     with pytest.raises(DoesNotFitError) as caught:
         load(replace(settings, memory_utilization=0.05))
@@ -158,7 +158,7 @@ def test_two_reasons_not_to_start_can_be_told_apart(  # A16
 ) -> None:
     """Reason 1: others hold what the share needs. Reason 2: the share is too small, whoever else is there."""
     monkeypatch.setattr(
-        "kvpilot_engine.execution.loading.load_torch_decoder", lambda *_, **__: pytest.fail("weights were read")
+        "kvpilot_engine.execution.torch_path.load_torch_decoder", lambda *_, **__: pytest.fail("weights were read")
     )
     crowded = ContendedMemory(others_bytes=GIB - (100 << 20))
     with pytest.raises(DeviceContendedError) as contended:
@@ -280,7 +280,7 @@ def test_every_kind_of_failed_allocation_becomes_one_error(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(f"kvpilot_engine.execution.torch_model_runner.{place}", fail)
+    monkeypatch.setattr(f"kvpilot_engine.execution.step_runner.{place}", fail)
     with pytest.raises(DeviceOutOfMemoryError) as caught:
         engine.runner.execute(make_plan(tokens))
     assert (caught.value.phase, caught.value.requested_bytes) == (phase, requested)
@@ -315,7 +315,7 @@ from kvpilot_engine.errors import DeviceOutOfMemoryError
 from kvpilot_engine.execution.loading import load_engine
 from kvpilot_engine.execution.settings import ExecutionSettings
 
-settings = ExecutionSettings(model=Path(sys.argv[1]), num_threads=2, num_blocks_override=100)
+settings = ExecutionSettings(model=Path(sys.argv[1]), dtype="float32", num_threads=2, num_blocks_override=100)
 engine = load_engine(settings, CacheSettings(), SchedulerSettings(max_num_batched_tokens=64, max_num_seqs=8))
 sampling = SamplingParams(max_tokens=1, temperature=0.0)
 table = tuple(map(BlockId, range(1, 17)))

@@ -13,35 +13,28 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-
-import torch
+from functools import partial
 
 from kvpilot_engine.core.grammar import ConstraintCompiler
 from kvpilot_engine.core.memory_report import MemoryReport
 from kvpilot_engine.core.ports import ModelRunner
 from kvpilot_engine.core.settings import CacheSettings, SchedulerSettings
 from kvpilot_engine.errors import DeviceOutOfMemoryError, OOMPhase, SettingsError
-from kvpilot_engine.execution.activation_peak import activation_bound_bytes, build_warmup_plan, measure_peak_growth
+from kvpilot_engine.execution.activation_peak import build_warmup_plan, measure_peak_growth
 from kvpilot_engine.execution.allocation_failure import is_allocation_failure, to_device_oom
+from kvpilot_engine.execution.compute_path import ComputePath
 from kvpilot_engine.execution.contention import check_not_contended
 from kvpilot_engine.execution.cpu_threads import container_cpus
 from kvpilot_engine.execution.device_memory import DeviceMemory, HostMemory
 from kvpilot_engine.execution.fault_injection import FaultInjection
-from kvpilot_engine.execution.kv_cache_tensors import KVCacheTensors, kv_bytes_per_block
 from kvpilot_engine.execution.memory_budget import MemoryBudget
 from kvpilot_engine.execution.settings import ExecutionSettings
 from kvpilot_engine.execution.token_budget import choose_token_budget, measure_tokens_per_s
-from kvpilot_engine.execution.torch_model_runner import TorchModelRunner
 from kvpilot_engine.models.decoder_config import DecoderConfig
-from kvpilot_engine.models.tensor_shapes import count_parameters
-from kvpilot_engine.models.torch_decoder import TorchDecoder, load_torch_decoder
-from kvpilot_engine.models.weight_source import WeightSource
 from kvpilot_engine.models.weights import open_weights
 
 _LOG = logging.getLogger(__name__)
 DEVICE_NAME = "cpu"
-DTYPE_NAME = "float32"
-WEIGHT_BYTES = 4
 
 OnProgress = Callable[[str, int, int], None]
 """Called with (stage, done, of): stages are `weights` and `warmup`."""
@@ -114,45 +107,69 @@ def load_engine(
     load or warmup).
     """
     check_settings(settings)
-    torch.set_num_threads(settings.num_threads or container_cpus())
     memory = memory or HostMemory(override_bytes=settings.device_memory_bytes)
     faults = faults or FaultInjection.from_environ(os.environ)
     phase = OOMPhase.LOAD
     try:
         faults.pass_by(phase)
-        _open_thread_pools()
+        path = choose_path(settings)
+        path.open_thread_pools(settings.num_threads or container_cpus())
         base_bytes = memory.process_bytes()
         with open_weights(settings.model) as source:
             config = source.config
-            early = _build_budget(settings, cache, scheduler, config, memory, base_bytes, measured_peak=0)
+            path.check(config, cache.block_size)
+            longest = settings.max_model_len or config.max_position_embeddings
+            weights_bytes = path.weights_bytes(source, max_positions=longest)
+
+            def build_budget(scheduler: SchedulerSettings, base_bytes: int, measured_peak: int) -> MemoryBudget:
+                bound = path.activation_bound_bytes(config, scheduler, longest)
+                return MemoryBudget(
+                    total_bytes=memory.total_bytes(),
+                    process_base_bytes=base_bytes,
+                    weights_bytes=weights_bytes,
+                    activations_peak_bytes=max(measured_peak, bound),
+                    bytes_per_block=path.kv_bytes_per_block(config, cache.block_size),
+                    block_size=cache.block_size,
+                    num_blocks_limit=_limit_blocks(settings, path.kv_bytes_per_block(config, cache.block_size)),
+                )
+
+            early = build_budget(scheduler, base_bytes, 0)
             max_model_len = _resolve_length(settings, early, config)
             # as for the budget: with no length asked for, one block must at least fit
             needed = early.required_bytes(settings.max_model_len or cache.block_size)
             check_not_contended(memory, needed - base_bytes)
-            model = _load_weights(source, max_model_len, on_progress)
+            path.load_weights(
+                source,
+                max_positions=max_model_len,
+                on_progress=lambda done, of: _report(on_progress, "weights", done, of),
+            )
         phase = OOMPhase.WARMUP
         faults.pass_by(phase)
         _report(on_progress, "warmup", 0, 1)
         scheduler = replace(scheduler, max_model_len=max_model_len)
+
+        def make_runner(num_blocks: int, faults: FaultInjection | None = None) -> ModelRunner:
+            return path.make_runner(
+                scheduler, num_blocks=num_blocks, block_size=cache.block_size, memory=memory, faults=faults
+            )
+
         # the null block alone: steps before the pool exists
-        warmup = TorchModelRunner(model, KVCacheTensors(config, num_blocks=0, block_size=cache.block_size), memory)
         if settings.step_target_s is not None:
-            scheduler = _set_token_budget(settings.step_target_s, scheduler, warmup)
+            scheduler = _set_token_budget(settings.step_target_s, scheduler, make_runner(0))
         plan = build_warmup_plan(scheduler, max_model_len)
-        peak = measure_peak_growth(memory, lambda: warmup.execute(plan)) or 0
+        peak = measure_peak_growth(memory, partial(make_runner(0).execute, plan)) or 0
         _report(on_progress, "warmup", 1, 1)
-        budget = _build_budget(settings, cache, scheduler, config, memory, base_bytes, measured_peak=peak)
+        budget = build_budget(scheduler, base_bytes, peak)
         # a longer length than the early one would not have tables: the measured peak can only shorten it
         max_model_len = min(max_model_len, _resolve_length(settings, budget, config))
         num_blocks = budget.num_blocks_at(max(settings.memory_utilization, settings.max_memory_utilization))
-        kv_cache = KVCacheTensors(config, num_blocks=num_blocks, block_size=cache.block_size)
         return LoadedEngine(
-            runner=TorchModelRunner(model, kv_cache, memory, faults),
+            runner=make_runner(num_blocks, faults),
             cache=cache,
             scheduler=replace(scheduler, max_model_len=max_model_len),
             num_blocks=num_blocks,
             vocab_size=config.vocab_size,
-            cache_key=f"{settings.model} {DTYPE_NAME}",
+            cache_key=f"{settings.model} {path.arithmetic}",
             budget=budget,
             memory=memory,
         )
@@ -170,10 +187,22 @@ def load_engine(
 def check_settings(settings: ExecutionSettings) -> None:
     """Refuse what this build can't do; SettingsError lists everything."""
     problems = []
-    if settings.device != DEVICE_NAME:
-        problems.append(f"device is {settings.device!r}; supported: {DEVICE_NAME}")
-    if settings.dtype not in ("auto", DTYPE_NAME):
-        problems.append(f"dtype is {settings.dtype!r}; supported on {DEVICE_NAME}: auto, {DTYPE_NAME}")
+    for name, supported in (
+        ("device", (DEVICE_NAME,)),
+        ("dtype", ("auto", "float32")),
+        ("quantization", ("auto", "none", "int8")),
+        ("kv_cache_dtype", ("auto", "float16", "float32")),
+    ):
+        value = getattr(settings, name)
+        if value not in supported:
+            where = "" if name == "device" else f" on {DEVICE_NAME}"
+            problems.append(f"{name} is {value!r}; supported{where}: {', '.join(supported)}")
+    if settings.dtype == "float32":
+        problems += [
+            f"{name} is {getattr(settings, name)!r}; with dtype float32 it must be {' or '.join(allowed)}"
+            for name, allowed in (("quantization", ("auto", "none")), ("kv_cache_dtype", ("auto", "float32")))
+            if getattr(settings, name) not in allowed
+        ]
     for name in ("memory_utilization", "max_memory_utilization"):
         share = getattr(settings, name)
         if not 0.0 < share <= 1.0:
@@ -186,10 +215,27 @@ def check_settings(settings: ExecutionSettings) -> None:
         raise SettingsError(problems)
 
 
-def _open_thread_pools() -> None:
-    """Run one parallel region of each kind now: a first one at a memory limit ends the process without an exception."""
-    torch.mm(torch.zeros(512, 512), torch.zeros(512, 512))
-    torch.zeros(1 << 20).add_(1.0)
+def choose_path(settings: ExecutionSettings) -> ComputePath:
+    """The compiled kernels, or the float32 reference when it is asked for: only that one imports torch."""
+    if settings.dtype == "float32":
+        from kvpilot_engine.execution.torch_path import TorchPath
+
+        return TorchPath()
+    from kvpilot_engine.execution.compiled_path import CompiledPath
+    from kvpilot_engine.execution.paged_kv_storage import KVDtype
+
+    return CompiledPath(
+        kv_dtype=KVDtype.FLOAT16 if settings.kv_cache_dtype == "auto" else KVDtype(settings.kv_cache_dtype),
+        quantize_plain=settings.quantization == "int8",
+    )
+
+
+def _limit_blocks(settings: ExecutionSettings, bytes_per_block: int) -> int | None:
+    """The user's own limit, as blocks or as bytes."""
+    limits = [] if settings.num_blocks_override is None else [settings.num_blocks_override]
+    if settings.kv_cache_memory_bytes is not None:
+        limits.append(settings.kv_cache_memory_bytes // bytes_per_block)
+    return min(limits) if limits else None
 
 
 def _resolve_length(settings: ExecutionSettings, budget: MemoryBudget, config: DecoderConfig) -> int:
@@ -197,47 +243,6 @@ def _resolve_length(settings: ExecutionSettings, budget: MemoryBudget, config: D
     if settings.max_model_len is not None and settings.max_model_len > limit:
         raise SettingsError([f"max_model_len is {settings.max_model_len}; the model's limit is {limit}"])
     return budget.resolve_max_model_len(settings.memory_utilization, settings.max_model_len, limit)
-
-
-def _build_budget(
-    settings: ExecutionSettings,
-    cache: CacheSettings,
-    scheduler: SchedulerSettings,
-    config: DecoderConfig,
-    memory: HostMemory,
-    base_bytes: int,
-    *,
-    measured_peak: int,
-) -> MemoryBudget:
-    per_block = kv_bytes_per_block(config, cache.block_size)
-    limits = [
-        limit
-        for limit in (
-            settings.num_blocks_override,
-            None if settings.kv_cache_memory_bytes is None else settings.kv_cache_memory_bytes // per_block,
-        )
-        if limit is not None
-    ]
-    longest = settings.max_model_len or config.max_position_embeddings
-    # rotary tables are part of the weights' lifetime
-    tables = 2 * longest * (config.head_dim // 2) * WEIGHT_BYTES
-    return MemoryBudget(
-        total_bytes=memory.total_bytes(),
-        process_base_bytes=base_bytes,
-        weights_bytes=count_parameters(config) * WEIGHT_BYTES + tables,
-        activations_peak_bytes=max(measured_peak, activation_bound_bytes(config, scheduler, longest)),
-        bytes_per_block=per_block,
-        block_size=cache.block_size,
-        num_blocks_limit=min(limits) if limits else None,
-    )
-
-
-def _load_weights(source: WeightSource, max_model_len: int, on_progress: OnProgress | None) -> TorchDecoder:
-    return load_torch_decoder(
-        source,
-        max_positions=max_model_len,
-        on_progress=lambda done, of: _report(on_progress, "weights", done, of),
-    )
 
 
 def _set_token_budget(step_target_s: float, scheduler: SchedulerSettings, runner: ModelRunner) -> SchedulerSettings:

@@ -14,7 +14,13 @@ class ExecutionSettings:
     model: Path
     """A GGUF file, a folder with exactly one, or a Hugging Face folder (see models/source.py for other spellings)."""
     dtype: str = "auto"
-    """auto | float32. auto is float32 on the CPU, the only one there for now."""
+    """auto | float32. On the CPU auto is the compiled path: weights as stored, activations in 8 bit where weights are
+    integers; float32 is the exact reference, on torch."""
+    quantization: str = "auto"
+    """auto | none | int8. auto and none keep the weights as the files store them; int8 turns plain 16 or 32 bit weights
+    into blocks of 8 bit."""
+    kv_cache_dtype: str = "auto"
+    """auto | float16 | float32. auto is float16, and float32 with dtype float32."""
     device: str = "cpu"
     """cpu."""
     memory_utilization: float = 0.90

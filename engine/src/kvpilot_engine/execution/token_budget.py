@@ -11,8 +11,9 @@ from dataclasses import replace
 from kvpilot_engine.core.scheduler_output import SchedulerOutput
 from kvpilot_engine.core.settings import SchedulerSettings
 from kvpilot_engine.execution.activation_peak import build_warmup_plan
-from kvpilot_engine.layers.linear import ROW_TILE, padded_rows
 
+ROW_TILE = 16
+"""Budgets are multiples of this: the float32 path computes whole tiles of rows."""
 PROBE_TOKENS = 4 * ROW_TILE
 PROBE_RUNS = 2
 """Timed runs after the first, which pays for pages and threads; the fastest counts."""
@@ -36,5 +37,5 @@ def measure_tokens_per_s(
 def choose_token_budget(tokens_per_s: float, step_target_s: float, scheduler: SchedulerSettings) -> int:
     """Whole tiles; never above the scheduler's own budget, and enough for a full batch and a tile of prompt."""
     fast = int(min(tokens_per_s * step_target_s, scheduler.max_num_batched_tokens)) // ROW_TILE * ROW_TILE
-    full_batch = padded_rows(scheduler.max_num_seqs) + ROW_TILE
+    full_batch = -(-scheduler.max_num_seqs // ROW_TILE) * ROW_TILE + ROW_TILE
     return min(max(fast, full_batch), scheduler.max_num_batched_tokens)

@@ -1,0 +1,86 @@
+"""The compiled kernels as a ComputePath: packed weights, half-precision KV cache, an arena. Imports no torch."""
+
+from __future__ import annotations
+
+import numba
+
+from kvpilot_engine.core.settings import SchedulerSettings
+from kvpilot_engine.execution.compiled_model_runner import CompiledModelRunner
+from kvpilot_engine.execution.compiled_weights import CompiledWeights, load_compiled_weights, weights_bytes
+from kvpilot_engine.execution.compiled_workspace import CompiledWorkspace
+from kvpilot_engine.execution.compute_path import OnCount
+from kvpilot_engine.execution.device_memory import DeviceMemory
+from kvpilot_engine.execution.fault_injection import FaultInjection
+from kvpilot_engine.execution.paged_kv_storage import KVDtype, PagedKVStorage, check_block_layout
+from kvpilot_engine.execution.sampler_peak import sampler_bound_bytes
+from kvpilot_engine.kernels.paged_attention import HeadLayout
+from kvpilot_engine.models.decoder_config import DecoderConfig
+from kvpilot_engine.models.weight_source import WeightSource
+
+
+class CompiledPath:
+    """ComputePath on numba kernels."""
+
+    def __init__(self, *, kv_dtype: KVDtype = KVDtype.FLOAT16, quantize_plain: bool = False) -> None:
+        self._kv_dtype = kv_dtype
+        self._quantize_plain = quantize_plain
+        self._weights: CompiledWeights | None = None
+        self._workspace: tuple[tuple[int, int], CompiledWorkspace] | None = None
+        """With the rows and the block size that it was made for."""
+
+    @property
+    def arithmetic(self) -> str:
+        weights = "int8" if self._quantize_plain else "stored"
+        return f"compiled weights={weights} kv={self._kv_dtype}"
+
+    def open_thread_pools(self, num_threads: int) -> None:
+        numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
+
+    def check(self, config: DecoderConfig, block_size: int) -> None:
+        check_block_layout(config, block_size)
+
+    def weights_bytes(self, source: WeightSource, *, max_positions: int) -> int:
+        return weights_bytes(source, max_positions=max_positions, quantize_plain=self._quantize_plain)
+
+    def kv_bytes_per_block(self, config: DecoderConfig, block_size: int) -> int:
+        return config.kv_bytes_per_token(self._kv_dtype.element_bytes) * block_size
+
+    def activation_bound_bytes(self, config: DecoderConfig, scheduler: SchedulerSettings, max_model_len: int) -> int:
+        """The arena and what sampling takes; the step's own index arrays are bounded by a table a sequence."""
+        # the arrays are not touched, so they take no memory
+        arena = _allocate(config, scheduler.max_num_batched_tokens, block_size=16).size_bytes
+        tables = 2 * 8 * scheduler.max_num_seqs * max_model_len // 8
+        return arena + tables + sampler_bound_bytes(config.vocab_size)
+
+    def load_weights(self, source: WeightSource, *, max_positions: int, on_progress: OnCount) -> None:
+        self._weights = load_compiled_weights(
+            source, max_positions=max_positions, quantize_plain=self._quantize_plain, on_progress=on_progress
+        )
+
+    def make_runner(
+        self,
+        scheduler: SchedulerSettings,
+        *,
+        num_blocks: int,
+        block_size: int,
+        memory: DeviceMemory,
+        faults: FaultInjection | None = None,
+    ) -> CompiledModelRunner:
+        assert self._weights is not None, "make_runner before load_weights"
+        config = self._weights.config
+        kv_cache = PagedKVStorage(config, num_blocks=num_blocks, block_size=block_size, dtype=self._kv_dtype)
+        size = (scheduler.max_num_batched_tokens, block_size)
+        if self._workspace is None or self._workspace[0] != size:
+            self._workspace = None  # never two at a time
+            self._workspace = (size, _allocate(config, *size))
+        return CompiledModelRunner(self._weights, kv_cache, self._workspace[1], memory, faults)
+
+
+def _allocate(config: DecoderConfig, max_rows: int, block_size: int) -> CompiledWorkspace:
+    layout = HeadLayout(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=block_size,
+    )
+    return CompiledWorkspace.allocate(config, layout, max_rows=max_rows, num_threads=numba.get_num_threads())

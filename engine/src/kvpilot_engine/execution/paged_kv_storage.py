@@ -1,0 +1,82 @@
+"""The compiled path's KV cache: one array of keys and one of values a layer, laid out as kernels/paged_attention says.
+
+Uninitialised on purpose: the kernel gives a page when it is first written, so a pool laid out for the highest cap costs
+only what has been used. Block 0 is the null block: zeroed, and read where a sequence has given up what left its window.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpilot_engine.errors import SettingsError
+from kvpilot_engine.kernels.paged_attention import HeadLayout
+from kvpilot_engine.models.decoder_config import DecoderConfig
+
+BLOCK_SIZE_STEP = 8
+HEAD_DIM_STEP = 16
+MAX_HEAD_DIM = 256
+
+
+class KVDtype(StrEnum):
+    """How keys and values are kept; sums are float32 always."""
+
+    FLOAT16 = "float16"
+    FLOAT32 = "float32"
+
+    @property
+    def element_bytes(self) -> int:
+        return 2 if self is KVDtype.FLOAT16 else 4
+
+
+@dataclass(frozen=True, slots=True)
+class PagedLayerKV:
+    """Half precision is kept as its bits: numba has no such type."""
+
+    keys: npt.NDArray[Any]
+    values: npt.NDArray[Any]
+
+
+class PagedKVStorage:
+    """num_blocks usable blocks with ids 1..num_blocks, and the null block."""
+
+    def __init__(self, config: DecoderConfig, *, num_blocks: int, block_size: int, dtype: KVDtype) -> None:
+        check_block_layout(config, block_size)
+        self.num_blocks = num_blocks
+        self.layout = HeadLayout(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            block_size=block_size,
+        )
+        kind = np.uint16 if dtype is KVDtype.FLOAT16 else np.float32
+        shape = self.layout.storage_shape(num_blocks + 1)
+        self.layers = tuple(PagedLayerKV(_allocate(shape, kind), _allocate(shape, kind)) for _ in config.layers)
+
+    @property
+    def block_size(self) -> int:
+        return self.layout.block_size
+
+
+def check_block_layout(config: DecoderConfig, block_size: int) -> None:
+    """Refuse what the kernels have no layout for."""
+    problems = []
+    if block_size % BLOCK_SIZE_STEP:
+        problems.append(f"block_size is {block_size}; on cpu it must be a multiple of {BLOCK_SIZE_STEP}")
+    if config.head_dim % HEAD_DIM_STEP or config.head_dim > MAX_HEAD_DIM:
+        problems.append(
+            f"the model's head_dim is {config.head_dim}; on cpu it must be a multiple of {HEAD_DIM_STEP} and at most "
+            f"{MAX_HEAD_DIM}; --dtype float32 computes any"
+        )
+    if problems:
+        raise SettingsError(problems)
+
+
+def _allocate(shape: tuple[int, ...], kind: Any) -> npt.NDArray[Any]:
+    storage = np.empty(shape, kind)
+    storage[0] = 0
+    return storage

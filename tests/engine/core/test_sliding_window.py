@@ -91,6 +91,17 @@ def test_a_cached_prefix_is_found_and_what_lies_before_the_window_is_not_taken()
     assert plan.scheduled[0].block_ids.count(NULL_BLOCK) == (40 - WINDOW + 1) // 4
 
 
+def test_a_hit_in_the_smallest_pool_does_not_ask_for_more_than_there_is() -> None:
+    """What is found in the cache is part of what one request holds at a time, not on top of it."""
+    engine = make_engine_core(num_blocks=6, block_size=4, window=WINDOW, max_num_batched_tokens=6, max_model_len=130)
+    collector = OutputCollector()
+    for request in (make_request("first", range(23), max_tokens=1), make_request("second", range(60))):
+        engine.add_request(request)
+        collector.run(engine)
+        assert collector.token_ids[request.request_id] == compute_expected_tokens(request, window=WINDOW)
+    assert collector.final[RequestId("second")].num_cached_tokens == 20
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     shapes=st.lists(st.tuples(st.integers(1, 50), st.integers(1, 40)), min_size=1, max_size=8),

@@ -156,6 +156,7 @@ class EngineCore:
             num_prefix_queries_total=counters.num_prefix_queries,
             num_prefix_hits_total=counters.num_prefix_hits,
             finished_total=dict(counters.finished),
+            block_size_advice=self._scheduler.block_size_advisor.advise(),
         )
 
     def check_invariants(self) -> None:

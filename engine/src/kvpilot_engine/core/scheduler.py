@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvpilot_engine.core.block_size_advice import BlockSizeAdvisor
 from kvpilot_engine.core.counters import Counters
 from kvpilot_engine.core.grammar import TokenConstraint, TokenMask
 from kvpilot_engine.core.ids import RequestId, TokenId
@@ -66,6 +67,7 @@ class Scheduler:
         self._open_plan: SchedulerOutput | None = None
         self._reservations: tuple[Reservation, ...] = ()
         self.counters = Counters()
+        self.block_size_advisor = BlockSizeAdvisor(kv_cache.block_size)
 
     @property
     def num_running(self) -> int:
@@ -341,3 +343,4 @@ class Scheduler:
         self._kv_cache.free(sequence)
         sequence.finish(reason)
         self.counters.finished[reason.value] += 1
+        self.block_size_advisor.note(sequence.num_prompt_tokens, sequence.num_output_tokens)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvpilot_engine.core.block_size_advice import BlockSizeAdvice, build_no_advice
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
@@ -37,6 +39,8 @@ class EngineStats:
     """Prompt tokens found there; tokens recomputed after a preemption are not counted as hits."""
     finished_total: dict[str, int] = field(default_factory=dict)
     """Sequences ended, by finish reason (every reason present, 0 at first)."""
+    block_size_advice: BlockSizeAdvice = field(default_factory=lambda: build_no_advice(16))
+    """What the newest requests say about the block size."""
 
     @property
     def kv_usage_ratio(self) -> float:

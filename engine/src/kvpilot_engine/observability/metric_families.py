@@ -68,6 +68,18 @@ def _own_gauges(reading: EngineReading) -> Iterator[Metric]:
     yield _gauge("kv_blocks_cached", "KV blocks not referenced, with a reusable prefix.", stats.num_blocks_cached)
     yield _gauge("kv_blocks_held_out", "KV blocks kept out of use by the cap.", stats.num_blocks_held_out)
     yield _gauge("kv_block_size_tokens", "Tokens per KV block.", stats.block_size)
+    advice = stats.block_size_advice
+    yield _gauge(
+        "kv_block_size_recommended_tokens",
+        "Tokens per KV block that suit the newest requests.",
+        advice.recommended.block_size,
+    )
+    yield _gauge(
+        "kv_block_waste_ratio", "Slots in part-filled blocks ÷ slots held, newest requests.", advice.present.waste_ratio
+    )
+    yield _gauge(
+        "kv_block_waste_recommended_ratio", "The same at the recommended block size.", advice.recommended.waste_ratio
+    )
     yield _gauge("snapshot_age_seconds", "Age of the engine's newest snapshot.", reading.snapshot_age_s or 0.0)
     states = GaugeMetricFamily(PREFIX + "state", "1 for the state that the engine is in.", labels=["state"])
     for state in ENGINE_STATES:

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from kvpilot_engine.errors import InvalidRequestError
+from kvpilot_engine.server.advice_view import describe_block_size
 from kvpilot_engine.server.app_context import CONTEXT, AppContext
 from kvpilot_engine.server.json_body import json_response
 from kvpilot_engine.server.memory_table import build_memory_lines, describe_memory
@@ -51,7 +52,13 @@ async def metrics(request: web.Request) -> web.Response:
 async def memory(request: web.Request) -> web.Response:
     snapshot = request.app[CONTEXT].engine.snapshot
     report = None if snapshot is None else snapshot.memory
-    return json_response({"memory": describe_memory(report), "lines": build_memory_lines(report)})
+    return json_response(
+        {
+            "memory": describe_memory(report),
+            "block_size": None if snapshot is None else describe_block_size(snapshot),
+            "lines": build_memory_lines(report),
+        }
+    )
 
 
 @routes.get("/engine/state")

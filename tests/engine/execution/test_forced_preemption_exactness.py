@@ -1,0 +1,43 @@
+"""Preemption when nobody needs the blocks: the same bits come out of the model, whatever it was just computing."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from kvpilot_engine.core.sampling_params import SamplingParams
+
+MAX_TOKENS = 16
+
+
+def sampling(number: int) -> SamplingParams:
+    """Every other one by chance, with a choice that depends on all tokens before it."""
+    return SamplingParams(
+        max_tokens=MAX_TOKENS,
+        temperature=float(number % 2),
+        frequency_penalty=0.5,
+        repetition_penalty=1.2,
+        seed=number,
+        ignore_eos=True,
+    )
+
+
+@pytest.mark.parametrize(("every", "caching"), [(2, True), (3, False)])
+def test_forced_preemption_changes_no_bit(tiny: Any, every: int, caching: bool) -> None:
+    source = random.Random(every)
+    prompts = {number: [source.randrange(300) for _ in range(5 + 11 * number)] for number in range(5)}
+    alone = tiny.run(prompts, max_tokens=MAX_TOKENS, one_by_one=True, sampling=sampling)
+    disturbed = tiny.run(
+        prompts,
+        max_tokens=MAX_TOKENS,
+        budget=40,
+        block_size=8,
+        prefix_caching=caching,
+        preempt_every=every,
+        sampling=sampling,
+    )
+    assert disturbed.stats.num_preemptions_total > 5
+    assert disturbed.tokens == alone.tokens
+    assert disturbed.logits == alone.logits

@@ -88,7 +88,7 @@ async def error_of(response: ClientResponse, status: int) -> dict[str, Any]:
         ({"best_of": 2}, "best_of"),
         ({"echo": True}, "echo"),
         ({"use_beam_search": True}, "use_beam_search"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"response_format": {"type": "yaml"}}, "response_format.type"),
         ({"response_format": "json_object"}, "response_format"),
         ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),

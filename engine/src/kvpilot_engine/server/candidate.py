@@ -1,7 +1,7 @@
 """One output while it grows: from the engine's tokens to text, with the tokens' log-probabilities beside it.
 
-Stop strings are found here (the engine knows tokens only). The token that ended an output is no part of its text, nor
-of its log-probabilities, unless the call asks for stops to be kept.
+Stop strings and tool calls are found here (the engine knows tokens only). The token that ended an output is no part of
+its text, nor of its log-probabilities, unless the call asks for stops to be kept.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from kvpilot_engine.server.deltas import Delta, ToldToken
 from kvpilot_engine.server.prepared_call import PreparedCall
 from kvpilot_engine.text.output_text import OutputPiece, OutputText
 from kvpilot_engine.text.tokenizer import Tokenizer
+from kvpilot_engine.text.tool_parser import ToolCallDelta
 
 
 class Candidate:
@@ -36,6 +37,7 @@ class Candidate:
             num_unstoppable=self.request.sampling.min_tokens if call.stop_strings else 0,
             tracks_tokens=self._tells_tokens,
         )
+        self._parser = call.plan.new_parser()
         self._echo = call.echo_of(index)
         self._text_start = 0 if self._echo is None else len(self._echo.text)
         self._held: deque[TokenLogprobs] = deque()
@@ -75,16 +77,28 @@ class Candidate:
         self.has_ended = reason is not None
         if self._echo is not None and (output.new_token_ids or reason is not None):
             text, tokens = self._echo.text + text, self._take_echo() + tokens
+        text, calls, finish_reason = self._read_calls(text, reason)
         tokens, self._untold = self._untold + tokens, ()
-        if not text and reason is None:
+        if not text and not calls and reason is None:
             tokens, self._untold = (), tokens
         return Delta(
             self.index,
             text,
-            None if reason is None else reason.value,
+            finish_reason,
             piece.matched if piece.matched is not None else stop_id,
             tokens,
+            calls,
         )
+
+    def _read_calls(self, text: str, reason: FinishReason | None) -> tuple[str, tuple[ToolCallDelta, ...], str | None]:
+        """Part text from tool calls; a whole call makes the end that the answer tells."""
+        if self._parser is None:
+            return text, (), None if reason is None else reason.value
+        parsed = self._parser.push(text)
+        if reason is None:
+            return parsed.content, parsed.calls, None
+        rest = self._parser.finish()
+        return parsed.content + rest.content, parsed.calls + rest.calls, self._parser.map_finish_reason(reason.value)
 
     def _without_stop(
         self, output: SequenceOutput

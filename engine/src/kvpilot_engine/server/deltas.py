@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvpilot_engine.core.ids import TokenId
 from kvpilot_engine.core.token_logprobs import TokenLogprobs
+from kvpilot_engine.text.tool_parser import ToolCallDelta
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +31,12 @@ class Delta:
     """The stop string or the id of stop_token_ids that ended it."""
     tokens: tuple[ToldToken, ...] = ()
     """The tokens that this text consists of, when log-probabilities are told."""
+    calls: tuple[ToolCallDelta, ...] = ()
+    """News of tool calls, at most one entry per call."""
 
     @property
     def is_news(self) -> bool:
-        return bool(self.text or self.finish_reason)
+        return bool(self.text or self.calls or self.finish_reason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from kvpilot_engine.server.deltas import Delta, ToldToken, Usage
 from kvpilot_engine.server.json_body import encode_json
 from kvpilot_engine.server.logprob_answers import LogprobShape
 from kvpilot_engine.server.prepared_call import PreparedCall
+from kvpilot_engine.server.tool_calls import WholeCalls, chunk_calls
 
 
 @dataclass(slots=True)
@@ -24,6 +25,7 @@ class WholeChoice:
 
     text: list[str] = field(default_factory=list)
     tokens: list[ToldToken] = field(default_factory=list)
+    calls: WholeCalls = field(default_factory=WholeCalls)
     finish_reason: str = ""
     stop_reason: str | int | None = None
     prompt_logprobs: Sequence[TokenLogprobs] = ()
@@ -31,6 +33,7 @@ class WholeChoice:
     def take(self, delta: Delta) -> None:
         self.text.append(delta.text)
         self.tokens += delta.tokens
+        self.calls.take(delta.calls)
         if delta.finish_reason is not None:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
@@ -60,9 +63,12 @@ class ChatShape:
     chunk_object = "chat.completion.chunk"
 
     def whole_choice(self, index: int, choice: WholeChoice, logprobs: LogprobShape | None) -> dict[str, object]:
+        message: dict[str, object] = {"role": "assistant", "content": "".join(choice.text), "refusal": None}
+        if calls := choice.calls.body:
+            message |= {"content": message["content"] or None, "tool_calls": calls}
         return {
             "index": index,
-            "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
+            "message": message,
             "logprobs": None if logprobs is None else logprobs.chat(choice.tokens),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
@@ -77,6 +83,10 @@ class ChatShape:
         if delta.text:
             text = encode_basestring(delta.text).encode()
             yield b'{"index":%d,"delta":{"content":%b},"logprobs":%b,"finish_reason":null}' % (index, text, told)
+            told = b"null"
+        if delta.calls:
+            calls = encode_json(chunk_calls(delta.calls))
+            yield b'{"index":%d,"delta":{"tool_calls":%b},"logprobs":%b,"finish_reason":null}' % (index, calls, told)
             told = b"null"
         if delta.finish_reason:
             yield b'{"index":%d,"delta":{},"logprobs":%b,"finish_reason":"%b","stop_reason":%b}' % (

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kvpilot_engine.errors import InvalidRequestError
 from kvpilot_engine.server.sampling_fields import MAX_CHOICES, Count, GenerationBody, RequestBody
+from kvpilot_engine.text.output_plan import OUTPUT_FIELDS
 
 
 class ChatMessage(BaseModel):
@@ -27,6 +28,10 @@ class ChatCompletionBody(GenerationBody):
         "best_of": (1,),
         "echo": (False,),
     }
+    tools: Any = None
+    tool_choice: Any = None
+    """This and tools: read by `tool_definitions`, which names the place of what is wrong."""
+    parallel_tool_calls: bool | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -55,6 +60,11 @@ class ChatCompletionBody(GenerationBody):
     def opens_new_turn(self) -> bool:
         """Whether the template is to begin the assistant's answer."""
         return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
+
+    @property
+    def output_fields(self) -> dict[str, object]:
+        """What the output must be like, as `output_plan` reads it."""
+        return {name: getattr(self, name) for name in OUTPUT_FIELDS}
 
     @property
     def template_variables(self) -> dict[str, Any]:
@@ -132,6 +142,7 @@ class TokenizeBody(RequestBody):
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool | None = None
+    tools: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")

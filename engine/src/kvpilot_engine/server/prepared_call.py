@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvpilot_engine.core.ids import TokenId
 from kvpilot_engine.core.request import GenerationRequest
+from kvpilot_engine.text.output_plan import OutputPlan
 from kvpilot_engine.text.prompt_text import PromptText
 
 
@@ -34,6 +35,8 @@ class PreparedCall:
     """stop_token_ids of the body, without the model's own end tokens."""
     keeps_stop: bool
     skip_specials: bool
+    plan: OutputPlan
+    """The form of the outputs: how tool calls are read from them."""
     echoes: tuple[PromptText, ...]
     """One per prompt; empty when the answer does not begin with the prompt."""
     num_top: int | None

@@ -24,8 +24,10 @@ from kvpilot_engine.server.prepared_call import CallOptions, PreparedCall
 from kvpilot_engine.server.sampling_builder import SamplingBuilder
 from kvpilot_engine.server.sampling_fields import GenerationBody
 from kvpilot_engine.text.model_text import ModelText
+from kvpilot_engine.text.output_plan import OutputPlan, plan_output
 from kvpilot_engine.text.prompt_text import PromptText, describe_prompt
 from kvpilot_engine.text.structured_output import build_grammar
+from kvpilot_engine.text.tool_definitions import parse_tools
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions; a chat goes on to the model's limit."""
@@ -62,14 +64,18 @@ class RequestBuilder:
         model = self._check_model(body.model)
         if body.truncate_prompt_tokens is None:
             self._check_text_length(sum(_content_size(message) for message in body.messages), "messages")
+        plan = plan_output(body.output_fields, self._text)
         prompt = self._text.encode_chat(
             [message.model_dump(exclude_unset=True) for message in body.messages],
+            tools=plan.template_tools,
             add_generation_prompt=body.opens_new_turn,
             continue_final_message=bool(body.continue_final_message),
             variables=body.template_variables,
         )
         prompts = [self._truncate(body, prompt, None)]
-        return self._build(body, prompts, [], model, options, prefix="chatcmpl", param="messages", max_tokens=None)
+        return self._build(
+            body, prompts, [], plan, model, options, prefix="chatcmpl", param="messages", max_tokens=None
+        )
 
     def prepare_completion(self, raw: bytes, options: CallOptions) -> PreparedCall:
         body = parse_body(CompletionBody, raw)
@@ -89,8 +95,9 @@ class RequestBuilder:
                 is_whole = isinstance(prompt, str) and len(ids) == len(encoded)
                 text = prompt if isinstance(prompt, str) and is_whole else None
                 echoes.append(describe_prompt(self._text.tokenizer, ids, text=text))
+        plan = OutputPlan(grammar=build_grammar(body.grammar_fields))
         return self._build(
-            body, prompts, echoes, model, options, prefix="cmpl", param="prompt", max_tokens=COMPLETION_MAX_TOKENS
+            body, prompts, echoes, plan, model, options, prefix="cmpl", param="prompt", max_tokens=COMPLETION_MAX_TOKENS
         )
 
     def tokenize(self, raw: bytes) -> dict[str, object]:
@@ -98,8 +105,10 @@ class RequestBuilder:
         self._check_model(body.model)
         if body.messages is not None:
             self._check_text_length(sum(_content_size(message) for message in body.messages), "messages")
+            tools = parse_tools(body.tools)
             ids = self._text.encode_chat(
                 [message.model_dump(exclude_unset=True) for message in body.messages],
+                tools=None if tools is None else tools.definitions,
                 add_generation_prompt=body.add_generation_prompt,
                 variables=body.chat_template_kwargs,
             )
@@ -120,6 +129,7 @@ class RequestBuilder:
         body: GenerationBody,
         prompts: Sequence[list[TokenId]],
         echoes: Sequence[PromptText],
+        plan: OutputPlan,
         model: str,
         options: CallOptions,
         *,
@@ -130,7 +140,6 @@ class RequestBuilder:
         call_id = f"{prefix}-{secrets.token_hex(16)}"
         seed = self._sampling.draw_seed(body)
         salt = self._cache_salt(body, options)
-        grammar = build_grammar(body.grammar_fields)
         requests: list[GenerationRequest] = []
         for prompt in prompts:
             if not prompt:
@@ -143,7 +152,7 @@ class RequestBuilder:
                     sampling=sampling,
                     choice=choice,
                     priority=body.priority or 0,
-                    grammar=grammar,
+                    grammar=plan.grammar,
                     cache_salt=salt,
                 )
                 for choice in range(body.num_candidates)
@@ -158,7 +167,8 @@ class RequestBuilder:
             stop_strings=body.stop_strings,
             own_stop_ids=frozenset(TokenId(token) for token in body.stop_token_ids or ()),
             keeps_stop=bool(body.include_stop_str_in_output),
-            skip_specials=body.skip_special_tokens is not False,
+            skip_specials=body.skip_special_tokens is not False and plan.skips_specials,
+            plan=plan,
             echoes=tuple(echoes),
             num_top=body.wanted_logprobs[1],
             shows_prompt_logprobs=body.prompt_logprobs is not None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from kvpilot_engine.kernels.packed_matrix import (
     packed_size_bytes,
 )
 from kvpilot_engine.kernels.packed_rows import read_rows
+from kvpilot_engine.kernels.weight_memory import WeightMemory
 
 Make = Callable[[str, int, int], tuple[RawMatrix, npt.NDArray[np.float32]]]
 
@@ -105,6 +107,29 @@ def test_blocks_start_at_cache_lines(make_matrix: Make) -> None:
     weights = pack_matrices([raw]).parts[0].weights
     assert weights.ctypes.data % 64 == 0
     assert weights.strides[0] % 64 == 0
+
+
+def test_matrices_lie_one_after_the_other_in_a_common_memory(make_matrix: Make) -> None:
+    made = [make_matrix(storage, 37, 256) for storage in ("Q4_0", "F16", "Q6_K")]
+    capacity = sum(packed_size_bytes(raw.storage, 37, 256) for raw, _ in made)
+    memory = WeightMemory(capacity)
+    packed = [pack_matrices([raw], memory=memory) for raw, _ in made]
+    weights = [matrix.parts[0].weights for matrix in packed]
+    assert memory.used_bytes == sum(array.nbytes for array in weights) <= capacity
+    for before, after in pairwise(weights):
+        assert after.ctypes.data == before.ctypes.data + before.nbytes
+        assert after.ctypes.data % 64 == 0
+    for matrix, (_, exact) in zip(packed, made, strict=True):
+        np.testing.assert_array_equal(_all_rows(matrix), exact)
+
+
+def test_a_memory_that_is_used_up_is_no_limit(make_matrix: Make) -> None:
+    raw, exact = make_matrix("Q8_0", 16, 64)
+    memory = WeightMemory(64)
+    packed = pack_matrices([raw], memory=memory)
+    assert memory.used_bytes == 0
+    assert packed.parts[0].weights.ctypes.data % 64 == 0
+    np.testing.assert_array_equal(_all_rows(packed), exact)
 
 
 def test_biases_are_kept_with_their_outputs(make_matrix: Make) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpilot_engine.kernels.packed_matrix import PackedMatrix, RawMatrix, pack_matrices, packed_size_bytes
+from kvpilot_engine.kernels.weight_memory import WeightMemory
 from kvpilot_engine.models.decoder_config import DecoderConfig
 from kvpilot_engine.models.rotary_tables import rotary_tables
 from kvpilot_engine.models.tensor_shapes import tensor_shapes
@@ -72,12 +73,15 @@ def load_compiled_weights(
     config = source.config
     tables = {rope: rotary_tables(rope, max_positions) for rope in {layer.rope for layer in config.layers}}
 
+    memory = WeightMemory(weights_bytes(source, max_positions=0, quantize_plain=quantize_plain))
+
     def pack(*names: str, has_bias: bool = False) -> PackedMatrix:
         stored = [source.read_stored(f"{name}.weight") for name in names]
         return pack_matrices(
             [RawMatrix(str(m.storage), m.num_rows, m.num_columns, m.data) for m in stored],
             [source.read(f"{name}.bias") for name in names] if has_bias else (),
             quantize_plain=quantize_plain,
+            memory=memory,
         )
 
     def norm(name: str, *, exists: bool = True) -> Floats:

@@ -33,6 +33,7 @@ from kvpilot_engine.kernels.block_formats import (
     quantize_to_q8_0,
     split_blocks,
 )
+from kvpilot_engine.kernels.weight_memory import WeightMemory, aligned_zeros
 
 Number = TypeVar("Number", bound=np.generic)
 
@@ -199,11 +200,12 @@ def pack_matrices(
     biases: Iterable[npt.NDArray[np.float32] | None] = (),
     *,
     quantize_plain: bool = False,
+    memory: WeightMemory | None = None,
 ) -> PackedMatrix:
     """Matrices on the same input as one, their outputs one after the other; `biases` one for each, or none at all.
 
-    `quantize_plain` turns F16, BF16 and F32 to eight bits (Q8_0). SettingsError for a format that has no layout here
-    or a row that its blocks don't divide.
+    `quantize_plain` turns F16, BF16 and F32 to eight bits (Q8_0); the weights lie in `memory` if given. SettingsError
+    for a format that has no layout here or a row that its blocks don't divide.
     """
     rows = list(matrices)
     bias_of_row = list(biases) or [None] * len(rows)
@@ -217,7 +219,7 @@ def pack_matrices(
     parts = []
     for layout, members in groupby(with_layout, key=lambda member: member[0]):
         alike = list(members)
-        parts.append(_pack_part(layout, [matrix for _, matrix, _ in alike], [bias for _, _, bias in alike]))
+        parts.append(_pack_part(layout, [matrix for _, matrix, _ in alike], [bias for _, _, bias in alike], memory))
     return PackedMatrix(columns.pop(), tuple(parts))
 
 
@@ -228,13 +230,17 @@ def _layout_for(storage: str, *, quantize_plain: bool) -> int:
 
 
 def _pack_part(
-    layout_index: int, matrices: list[RawMatrix], biases: list[npt.NDArray[np.float32] | None]
+    layout_index: int,
+    matrices: list[RawMatrix],
+    biases: list[npt.NDArray[np.float32] | None],
+    memory: WeightMemory | None,
 ) -> PackedPart:
     layout = LAYOUTS[layout_index]
     num_outputs = sum(matrix.num_rows for matrix in matrices)
     num_columns = padded_columns(matrices[0].num_columns, layout)
     num_blocks = -(-num_outputs // OUTPUTS)
-    weights = _aligned_zeros(num_blocks, layout.block_bytes(num_columns))
+    take = aligned_zeros if memory is None else memory.take
+    weights = take(num_blocks, layout.block_bytes(num_columns))
     bias = np.zeros(num_blocks * OUTPUTS, np.float32)
     first = 0
     for matrix, its_bias in zip(matrices, biases, strict=True):
@@ -351,9 +357,3 @@ def _put_plane(target: Bytes, offset: int, plane: npt.NDArray[np.generic]) -> in
     data = np.ascontiguousarray(plane).reshape(target.shape[0], -1).view(np.uint8)
     target[:, offset : offset + data.shape[1]] = data
     return offset + data.shape[1]
-
-
-def _aligned_zeros(num_blocks: int, block_bytes: int) -> Bytes:
-    memory = np.zeros(num_blocks * block_bytes + _ALIGNMENT, np.uint8)
-    skipped = -memory.ctypes.data % _ALIGNMENT
-    return memory[skipped : skipped + num_blocks * block_bytes].reshape(num_blocks, block_bytes)

@@ -68,7 +68,7 @@ images: setup-all ## build both images with buildah or docker
 	@$(PY) -m kvpilot_tools.images
 
 ##@ Measure it
-.PHONY: bench-peers bench-engine bench-ttft bench-server
+.PHONY: bench-peers bench-engine bench-ttft bench-server bench-scheduling
 bench-peers: setup ## llama.cpp, vLLM and transformers for bench-engine, into the user's cache, once
 	@$(PY) -m kvpilot_tools.bench.peers
 
@@ -80,6 +80,9 @@ bench-ttft: setup ## 21 streams at once on our engine; writes build/bench/ttft.j
 
 bench-server: setup ## processor time of the server itself per streamed token; writes build/bench/server-overhead.json
 	@$(PY) -m kvpilot_tools.bench.server_overhead
+
+bench-scheduling: setup ## the scheduler without a model: cost of a step by batch, queue, cache size; writes build/bench/scheduling.json
+	@$(PY) -m kvpilot_tools.bench.scheduling $(ARGS)
 
 ##@ Set up
 .PHONY: setup setup-operator setup-all clean help

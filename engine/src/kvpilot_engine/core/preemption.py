@@ -7,12 +7,13 @@ not pile up on one request.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from kvpilot_engine.core.sequence import Sequence
 
 MAX_PREEMPTIONS = 3
 """Preemptions of one sequence, after which only the first of all or one of a better priority may take its blocks."""
+VictimRule = Callable[[Collection[Sequence], Sequence], Sequence | None]
 
 
 def choose_victim(running: Collection[Sequence], needy: Sequence) -> Sequence | None:

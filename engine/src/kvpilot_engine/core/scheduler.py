@@ -16,12 +16,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvpilot_engine.core.admission import ReserveRule, compute_reserve
 from kvpilot_engine.core.block_size_advice import BlockSizeAdvisor
 from kvpilot_engine.core.counters import Counters
 from kvpilot_engine.core.grammar import TokenConstraint, TokenMask
 from kvpilot_engine.core.ids import RequestId, TokenId
 from kvpilot_engine.core.kv_cache_manager import KVCacheManager, PrefixMatch
-from kvpilot_engine.core.preemption import choose_victim
+from kvpilot_engine.core.preemption import VictimRule, choose_victim
 from kvpilot_engine.core.request import GenerationRequest
 from kvpilot_engine.core.reservation import Reservation, check_complete, count_next_tokens
 from kvpilot_engine.core.scheduler_output import (
@@ -37,10 +38,6 @@ from kvpilot_engine.core.stopping import check_stop
 from kvpilot_engine.core.waiting_queue import WaitingQueue
 from kvpilot_engine.errors import ModelExecutionError
 
-RESERVED_OUTPUT_SHARE = 4
-"""One in so many of the output blocks still to come stays free at admission. Simulated on 64 mixed requests in 250
-blocks, this halves preemptions: enough for the sequences that end early, not so much that blocks lie idle."""
-
 
 @dataclass(slots=True)
 class _Planning:
@@ -55,8 +52,18 @@ class _Planning:
 class Scheduler:
     """Owns all live sequences."""
 
-    def __init__(self, settings: SchedulerSettings, kv_cache: KVCacheManager) -> None:
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        kv_cache: KVCacheManager,
+        *,
+        reserve_rule: ReserveRule = compute_reserve,
+        victim_rule: VictimRule = choose_victim,
+    ) -> None:
+        """The rules are arguments for simulations that compare them."""
         self._settings = settings
+        self._reserve_rule = reserve_rule
+        self._victim_rule = victim_rule
         self._kv_cache = kv_cache
         self._sequences: dict[RequestId, Sequence] = {}
         self._waiting = WaitingQueue()
@@ -194,7 +201,7 @@ class Scheduler:
     def _grow(self, sequence: Sequence, num_tokens: int, planning: _Planning) -> bool:
         """Reserve slots for num_tokens more tokens, at others' cost if need be. False: it sits this step out."""
         while self._kv_cache.allocate_slots(sequence, sequence.num_computed_tokens + num_tokens) is None:
-            victim = choose_victim(self._running.values(), sequence)
+            victim = self._victim_rule(self._running.values(), sequence)
             if victim is None:
                 if len(self._running) == 1:
                     # It has the whole pool. Admission checks that the pool holds it to its end, so the pool has
@@ -219,7 +226,7 @@ class Scheduler:
         every = self._settings.preempt_every
         self._num_planned += 1
         if every and self._num_planned % every == 0 and self._running:
-            victim = choose_victim(self._running.values(), min(self._running.values(), key=lambda s: s.place))
+            victim = self._victim_rule(self._running.values(), min(self._running.values(), key=lambda s: s.place))
             if victim is not None:
                 self._preempt(victim, planning)
 
@@ -252,7 +259,7 @@ class Scheduler:
         num_outstanding = blocks_for(candidate.max_total_tokens) - blocks_for(candidate.num_tokens)
         for sequence in self._running.values():
             num_outstanding += blocks_for(sequence.max_total_tokens) - sequence.block_table.num_held
-        return max(len(self._running) + 1, -(-num_outstanding // RESERVED_OUTPUT_SHARE))
+        return self._reserve_rule(len(self._running), num_outstanding)
 
     def _reject(self, sequence: Sequence, planning: _Planning) -> None:
         block_size = self._kv_cache.block_size

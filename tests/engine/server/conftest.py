@@ -116,7 +116,13 @@ async def start() -> AsyncIterator[Start]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def kit() -> AsyncIterator[ServerKit]:
-    """One server for a module's tests that leave nothing behind."""
+async def start_shared() -> AsyncIterator[Start]:
+    """For servers that several tests of a module share."""
     async with running_servers() as start_server:
-        yield await start_server()
+        yield start_server
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def kit(start_shared: Start) -> ServerKit:
+    """One server for a module's tests that leave nothing behind."""
+    return await start_shared()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,37 @@ async def test_fault_before_the_first_token_is_a_plain_error(start: Start, tmp_p
         response = await kit.chat(stream=stream)
         assert response.status == 500
         assert (await response.json())["error"]["code"] == "engine_error"
+
+
+async def test_unusable_logits_end_one_request_and_no_other(start: Start, tmp_path: Path) -> None:  # B9
+    script = tmp_path / "script"
+    script.write_text("")
+    kit = await start(FakeModelLoader(script=script, step_s=0.005, max_model_len=200))
+    tasks = [asyncio.create_task(kit.chat(max_tokens=150, ignore_eos=True)) for _ in range(2)]
+    await kit.until(lambda: kit.gauges()[0] == 2)
+    script.write_text("nan")
+    done, running = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    (failed,) = [task.result() for task in done]
+    error = (await failed.json())["error"]
+    assert (failed.status, error["code"]) == (500, "engine_error")
+    assert "not finite" in error["message"]
+    (other,) = running
+    assert (await other).status == 200
+    await kit.until(lambda: kit.gauges() == (0, 0, 0))
+
+
+async def test_stream_that_stalls_is_ended_with_an_error(start: Start, tmp_path: Path) -> None:  # B2, A21
+    script = tmp_path / "script"
+    script.write_text("")
+    kit = await start(FakeModelLoader(script=script, step_s=0.01), service={"step_timeout_s": 1.0})
+    response = await kit.chat(max_tokens=100, ignore_eos=True, stream=True)
+    await response.content.readany()
+    script.write_text("hang")
+    rest = (await response.read()).decode()
+    script.write_text("")
+    assert '"code":"deadline_exceeded"' in rest
+    assert "[DONE]" not in rest
+    assert '"finish_reason":"' not in rest
 
 
 async def test_silent_stream_gets_comments(start: Start, tmp_path: Path) -> None:

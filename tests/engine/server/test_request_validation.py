@@ -162,6 +162,13 @@ async def test_lone_surrogates_are_refused(kit: Kit, content: Any, stream: bool)
     assert error["param"].startswith("messages[0].content")
 
 
+@pytest.mark.parametrize("field", ["tool_call_id", "name"])
+async def test_lone_surrogates_beside_the_content_are_refused(kit: Kit, field: str) -> None:  # B17
+    messages = [{"role": "tool", "content": "x", field: "\ud800"}]
+    error = await error_of(await kit.client.post("/v1/chat/completions", json={"messages": messages}), 400)
+    assert error["param"] == f"messages[0].{field}"
+
+
 @pytest.mark.parametrize(
     "assistant",
     [{"content": ""}, {"content": None}, {}, {"content": []}],

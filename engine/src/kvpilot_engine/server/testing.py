@@ -7,9 +7,10 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 from kvpilot_engine.core.ids import TokenId
-from kvpilot_engine.service.testing import END
+from kvpilot_engine.service.testing import END, VOCAB_SIZE
 from kvpilot_engine.text.byte_level import BYTE_TO_CHARACTER, byte_level_bytes
 from kvpilot_engine.text.chat_template import ChatTemplate
+from kvpilot_engine.text.constraints import GrammarCompiler
 from kvpilot_engine.text.model_text import GenerationDefaults, ModelText
 from kvpilot_engine.text.tokenizer import Tokenizer, TokenizerPolicy
 
@@ -28,3 +29,8 @@ def make_byte_text(*, template: str | None = "{% for m in messages %}{{ m.conten
     if template is not None:
         chat = ChatTemplate(template, named_specials={}, special_texts=tokenizer.special_texts)
     return ModelText(tokenizer=tokenizer, chat_template=chat, generation_defaults=GenerationDefaults(temperature=0.0))
+
+
+def make_byte_constraints() -> GrammarCompiler:
+    """Grammars over that vocabulary, for FakeModelLoader."""
+    return GrammarCompiler(lambda: make_byte_text().tokenizer, num_logits=VOCAB_SIZE)

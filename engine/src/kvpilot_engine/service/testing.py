@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from kvpilot_engine.core.grammar import ConstraintCompiler
 from kvpilot_engine.core.ids import TokenId
 from kvpilot_engine.core.memory_report import MemoryReport
 from kvpilot_engine.core.ports import ModelRunner
-from kvpilot_engine.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from kvpilot_engine.core.scheduler_output import ModelRunnerOutput, ScheduledSequence, SchedulerOutput
 from kvpilot_engine.core.settings import CacheSettings, SchedulerSettings
 from kvpilot_engine.core.token_logprobs import TokenLogprobs
 from kvpilot_engine.errors import (
@@ -36,21 +37,30 @@ BLOCKS_OF_DEVICE = 100
 
 
 class AlphabetRunner:
-    """`script` is a file read before each step: empty, slow, hang, oom, fault or crash."""
+    """`script` is a file read before each step: empty, hang, oom, fault, bug, crash, or nan (one sequence's, once)."""
 
-    def __init__(self, script: Path | None, step_s: float) -> None:
+    def __init__(self, script: Path | None, step_s: float, said: str = "") -> None:
+        """`said` is what every sequence answers instead of the alphabet."""
         self._script = script
         self._step_s = step_s
+        self._said = said.encode()
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        self._obey()
-        sampled = {s.request_id: _next_token(s.token_ids[-1]) for s in plan.scheduled if s.samples}
+        sampled = {s.request_id: self._choose(s) for s in plan.scheduled if s.samples}
+        failed = {}
+        if self._obey() == "nan" and sampled:
+            request_id = next(iter(sampled))
+            del sampled[request_id]
+            failed[request_id] = "its logits are not finite"
+            if self._script is not None:
+                self._script.write_text("")  # once
         return ModelRunnerOutput(
             sampled,
+            failed=failed,
             logprobs={
                 s.request_id: make_logprobs(sampled[s.request_id], s.sampling.logprobs)
                 for s in plan.scheduled
-                if s.samples and s.sampling.logprobs is not None
+                if s.request_id in sampled and s.sampling.logprobs is not None
             },
             prompt_logprobs={
                 s.request_id: tuple(make_logprobs(token, s.sampling.prompt_logprobs or 0) for token in s.prompt_targets)
@@ -59,7 +69,13 @@ class AlphabetRunner:
             },
         )
 
-    def _obey(self) -> None:
+    def _choose(self, sequence: ScheduledSequence) -> TokenId:
+        if not self._said:
+            return _next_token(sequence.token_ids[-1])
+        position = sequence.num_output_tokens
+        return TokenId(self._said[position]) if position < len(self._said) else END
+
+    def _obey(self) -> str:
         time.sleep(self._step_s)
         command = self._script.read_text() if self._script is not None and self._script.exists() else ""
         if command == "hang":
@@ -75,6 +91,7 @@ class AlphabetRunner:
             raise RuntimeError("an invariant broke")
         elif command == "crash":
             os._exit(3)
+        return command
 
 
 def _next_token(token: TokenId) -> TokenId:
@@ -138,6 +155,9 @@ class FakeModelLoader:
     script: Path | None = None
     load_error: str = ""
     oom_above: float = 1.0
+    said: str = ""
+    make_constraints: Callable[[], ConstraintCompiler] | None = None
+    """A function of a module, so that it can be pickled; None: grammars are refused."""
     load_gate: Path | None = None
     """Loading waits until this file exists."""
     device_name: str = "cpu"
@@ -158,7 +178,8 @@ class FakeModelLoader:
         if self.load_error == "bug":
             raise RuntimeError("a bug in loading")
         return FakeServingModel(
-            runner=AlphabetRunner(self.script, self.step_s),
+            runner=AlphabetRunner(self.script, self.step_s, self.said),
+            constraints=None if self.make_constraints is None else self.make_constraints(),
             cache=CacheSettings(block_size=self.block_size),
             scheduler=SchedulerSettings(
                 max_num_seqs=self.max_num_seqs,

@@ -81,7 +81,8 @@ class _Reading:
             if raw is None or raw.startswith("tcp://"):
                 continue
             if flag.is_list:
-                self._take(flag, flag.env_name, [part for part in raw.split(",") if part])
+                parts = [raw] if raw.startswith("[") else raw.split(",")
+                self._take(flag, flag.env_name, [part for part in parts if part])
             elif raw or not flag.default_text:
                 self._take(flag, flag.env_name, [raw])
 

@@ -188,3 +188,31 @@ def test_taken_port_ends_with_64_and_its_name(tmp_path: Path, capfd: pytest.Capt
 def test_help_and_version_need_no_model(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([option]) == 0
     assert capsys.readouterr().out
+
+
+def test_several_keys_come_by_flag_file_and_environment() -> None:
+    settings = load("serve", "m", "--api-key", "a", "b", "--api-key-file", "/keys").server
+    assert (settings.api_keys, settings.api_key_file) == (("a", "b"), Path("/keys"))
+    assert EngineSettings.load(["serve", "m"], {"KVPILOT_API_KEY": "a,b"}).server.api_keys == ("a", "b")
+
+
+def test_empty_key_is_an_error_and_not_an_open_server() -> None:
+    with pytest.raises(SettingsError, match="KVPILOT_API_KEY"):
+        EngineSettings.load(["serve", "m"], {"KVPILOT_API_KEY": ""})
+
+
+@pytest.mark.parametrize("words", [("https://a", "https://b"), ('["https://a", "https://b"]',)])
+def test_origins_are_words_or_a_json_list_as_in_vllm(words: tuple[str, ...]) -> None:
+    cors = load(
+        "serve", "m", "--allowed-origins", *words, "--allow-credentials", "--allowed-methods", "GET"
+    ).server.cors
+    assert (cors.allowed_origins, cors.allowed_methods) == (("https://a", "https://b"), ("GET",))
+    assert (cors.allowed_headers, cors.allow_credentials) == (("*",), True)
+    environ = {"KVPILOT_ALLOWED_ORIGINS": words[0] if len(words) == 1 else ",".join(words)}
+    assert EngineSettings.load(["serve", "m"], environ).server.cors.allowed_origins == cors.allowed_origins
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--allowed-origins", '["a", 5]'), ("--cache-salt-header", "a b")])
+def test_bad_access_settings_are_named(flag: str, value: str) -> None:
+    (problem,) = problems_of("serve", "m", flag, value)
+    assert problem.startswith(f"{flag} is")

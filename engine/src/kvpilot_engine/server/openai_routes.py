@@ -19,6 +19,7 @@ from kvpilot_engine.server.json_body import body_limit, json_response, read_body
 from kvpilot_engine.server.logprob_answers import LogprobShape
 from kvpilot_engine.server.openai_answers import AnswerShape, AnswerWriter, ChatShape, CompletionShape
 from kvpilot_engine.server.prepared_call import CallOptions
+from kvpilot_engine.server.sampling_fields import MAX_SALT
 
 TIMEOUT_HEADER = "x-request-timeout"
 routes = web.RouteTableDef()
@@ -160,4 +161,7 @@ def _deadline_s(request: web.Request, longest_s: float) -> float:
 
 def _cache_salt(request: web.Request, context: AppContext) -> str:
     header = context.settings.cache_salt_header
-    return request.headers.get(header, "")[:256] if header else ""
+    salt = request.headers.get(header, "") if header else ""
+    if len(salt) > MAX_SALT:
+        raise InvalidRequestError(f"{header} has {len(salt)} characters; at most {MAX_SALT} are allowed", param=header)
+    return salt

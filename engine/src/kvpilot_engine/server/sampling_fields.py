@@ -20,6 +20,8 @@ MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_BAD_WORDS = 128
 MAX_PRIORITY = 2**31 - 1
+MAX_SALT = 256
+"""Characters."""
 ALL_TOKENS = -1
 """vLLM's way to say that top_k is off; ours is 0."""
 
@@ -30,12 +32,18 @@ _NOT_SUPPORTED: dict[str, tuple[object, ...]] = {
     "documents": ([],),
     "function_call": ("none",),
     "functions": ([],),
+    "guided_whitespace_pattern": (),
+    "include_reasoning": (True,),
     "kv_transfer_params": (),
     "length_penalty": (1,),
     "logits_processors": ([],),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "prediction": (),
     "prompt_embeds": (),
+    "repetition_detection": (),
+    "return_token_ids": (False,),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "use_beam_search": (False,),
@@ -45,6 +53,7 @@ _NOT_SUPPORTED: dict[str, tuple[object, ...]] = {
 """Field → values besides null that mean "not used"."""
 WITHOUT_EFFECT = frozenset(
     {
+        "guided_decoding_backend",
         "metadata",
         "parallel_tool_calls",
         "prompt_cache_key",
@@ -126,7 +135,7 @@ class GenerationBody(RequestBody):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
-    cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    cache_salt: Annotated[str, Field(max_length=MAX_SALT)] | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | bool | None = None

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
+
+from kvpilot_engine.kernels.jit import kernel
 
 _ROUNDS = 10
 _MULTIPLIER_0, _MULTIPLIER_1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
@@ -18,7 +19,7 @@ _HALF = np.uint64(32)
 UInt64s = npt.NDArray[np.uint64]
 
 
-@njit(cache=True)
+@kernel
 def philox4x32(
     c0: np.uint64, c1: np.uint64, c2: np.uint64, c3: np.uint64, k0: np.uint64, k1: np.uint64
 ) -> tuple[np.uint64, np.uint64, np.uint64, np.uint64]:
@@ -35,7 +36,7 @@ def philox4x32(
     return c0, c1, c2, c3
 
 
-@njit(cache=True)
+@kernel
 def _fill_uniforms(seeds: np.ndarray, choices: np.ndarray, positions: np.ndarray, draws: np.ndarray) -> None:
     for i in range(draws.size):
         seed, position = seeds[i], positions[i]

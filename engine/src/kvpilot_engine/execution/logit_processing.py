@@ -9,15 +9,16 @@ Invariant: a grammar is never left. Where it allows nothing but what min_tokens 
 
 from __future__ import annotations
 
+import struct
+
 import numpy as np
 import numpy.typing as npt
 
+from kvpilot_engine.core.ids import TokenId
 from kvpilot_engine.core.scheduler_output import ScheduledSequence
-from kvpilot_engine.kernels.sampling import copy_allowed
+from kvpilot_engine.kernels.logit_edits import copy_allowed, penalize
 
 Row = npt.NDArray[np.float32]
-
-_LARGEST = float(np.finfo(np.float32).max)
 
 
 def needs_processing(sequence: ScheduledSequence) -> bool:
@@ -28,8 +29,11 @@ def needs_processing(sequence: ScheduledSequence) -> bool:
     )
 
 
-def process(source: Row, sequence: ScheduledSequence, row: Row) -> bool:
-    """Write the processed logits of one sequence to `row`; False when the model's logits are not finite."""
+def process(source: Row, sequence: ScheduledSequence, row: Row, counts: npt.NDArray[np.int32]) -> bool:
+    """Write the processed logits of one sequence to `row`; False when the model's logits are not finite.
+
+    `counts` is workspace: a 0 for each token of the vocabulary, before and after.
+    """
     if not _copy(source, sequence, row):
         return False
     forbidden = _forbidden_tokens(sequence)
@@ -40,22 +44,29 @@ def process(source: Row, sequence: ScheduledSequence, row: Row) -> bool:
     sampling = sequence.sampling
     if sampling.logit_bias:
         tokens = [token for token, _ in sampling.logit_bias]
-        row[tokens] = _bounded(row[tokens], row[tokens] + np.array([bias for _, bias in sampling.logit_bias]))
-    if sampling.repetition_penalty != 1.0:
-        _penalize_repetition(row, np.unique(np.array(sequence.history, np.int64)), sampling.repetition_penalty)
-    if sampling.frequency_penalty or sampling.presence_penalty:
-        output = np.array(sequence.history[sequence.num_prompt_tokens :], np.int64)
-        tokens_seen, counts = np.unique(output, return_counts=True)
-        values = row[tokens_seen]
-        lowered = values - (sampling.frequency_penalty * counts + sampling.presence_penalty)
-        row[tokens_seen] = _bounded(values, lowered)
+        row[tokens] += np.array([bias for _, bias in sampling.logit_bias], np.float32)
+    if sampling.repetition_penalty != 1.0 or sampling.frequency_penalty or sampling.presence_penalty:
+        penalize(
+            row,
+            _to_array(sequence.history),
+            sequence.num_prompt_tokens,
+            sampling.repetition_penalty,
+            sampling.frequency_penalty,
+            sampling.presence_penalty,
+            counts,
+        )
     return True
+
+
+def _to_array(tokens: tuple[TokenId, ...]) -> npt.NDArray[np.int32]:
+    """Twice as fast as np.array, which looks at the type of each element."""
+    return np.frombuffer(struct.pack(f"{len(tokens)}i", *tokens), np.int32)
 
 
 def _copy(source: Row, sequence: ScheduledSequence, row: Row) -> bool:
     if sequence.token_mask is None:
         row[:] = source
-        # a sum of squares would overflow; the largest is NaN if any is
+        # the largest is NaN if any is, and then this is False
         return bool(row.max() < np.inf)
     return bool(copy_allowed(source, np.asarray(sequence.token_mask).view(np.uint32), row))
 
@@ -72,13 +83,3 @@ def _forbidden_tokens(sequence: ScheduledSequence) -> list[int]:
             if output[len(output) - len(before) :] == tuple(before):
                 forbidden.append(last)
     return forbidden
-
-
-def _penalize_repetition(row: Row, tokens: npt.NDArray[np.int64], penalty: float) -> None:
-    values = row[tokens].astype(np.float64)
-    row[tokens] = _bounded(values, np.where(values > 0, values / penalty, values * penalty))
-
-
-def _bounded(before: npt.NDArray[np.floating], after: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """A finite logit stays finite in float32, however strong the penalty; minus infinity stays what it is."""
-    return np.where(np.isneginf(before), -np.inf, np.clip(after, -_LARGEST, _LARGEST))

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvpilot_engine.core.ids import TokenId
 from kvpilot_engine.core.token_logprobs import TokenLogprobs
-from kvpilot_engine.kernels.sampling import rate_tokens
+from kvpilot_engine.kernels.token_rating import rate_tokens
 
 
 def compute_logprobs(

@@ -22,7 +22,8 @@ from kvpilot_engine.core.token_logprobs import TokenLogprobs
 from kvpilot_engine.execution.counter_random import uniforms
 from kvpilot_engine.execution.logit_processing import needs_processing, process
 from kvpilot_engine.execution.logprobs import compute_logprobs
-from kvpilot_engine.kernels.sampling import NOT_FINITE, NOTHING_ALLOWED, choose_tokens
+from kvpilot_engine.kernels.logit_rows import NOT_FINITE, NOTHING_ALLOWED
+from kvpilot_engine.kernels.sampling import choose_tokens
 
 _PROCESSED_BYTES = 16 * 2**20
 """Most bytes of processed copies at once (one row at least): rows with processing are taken in chunks of this size."""
@@ -88,7 +89,8 @@ def _choose(logits: Logits, rows: _Rows, sequences: list[ScheduledSequence]) -> 
 
 def _choose_processed(logits: Logits, rows: _Rows, sequences: list[ScheduledSequence]) -> npt.NDArray[np.int64]:
     copies = np.empty((rows.size, logits.shape[1]), np.float32)
-    usable = [process(logits[row], sequence, copy) for row, sequence, copy in zip(rows, sequences, copies, strict=True)]
+    counts = np.zeros(logits.shape[1], np.int32)
+    usable = [process(logits[row], s, copy, counts) for row, s, copy in zip(rows, sequences, copies, strict=True)]
     tokens = _choose(copies, np.arange(rows.size, dtype=np.int64), sequences)
     return np.where(usable, tokens, NOT_FINITE)
 

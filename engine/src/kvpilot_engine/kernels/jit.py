@@ -26,6 +26,9 @@ kernel = cast(Callable[[Function], Function], njit(**_OPTIONS))
 kernel_with_sums = cast(Callable[[Function], Function], njit(fastmath=REORDERED_SUMS, **_OPTIONS))
 """The same for functions that sum a row."""
 
+kernel_with_fused_products = cast(Callable[[Function], Function], njit(fastmath={"contract"}, **_OPTIONS))
+"""The same for functions whose sums must keep their order but may add a product without rounding it before."""
+
 parallel_kernel = cast(Callable[[Function], Function], njit(parallel=True, **_OPTIONS))
 """A function whose prange loops run on all of numba's threads. Not to be called from a parallel loop."""
 

@@ -42,7 +42,7 @@ TINY_CONFIG: dict[str, object] = {
 }
 
 
-def make_tiny_weights(*, attention_bias: bool = False, tied: bool = True) -> dict[str, torch.Tensor]:
+def make_tiny_weights() -> dict[str, torch.Tensor]:
     """Random weights of TINY_CONFIG under their Hugging Face names; the same every time."""
     generator = torch.Generator().manual_seed(7)
 
@@ -50,14 +50,10 @@ def make_tiny_weights(*, attention_bias: bool = False, tied: bool = True) -> dic
         return torch.randn(size, generator=generator) * 0.2
 
     weights = {"model.embed_tokens.weight": make(301, 96), "model.norm.weight": make(96) + 1}
-    if not tied:
-        weights["lm_head.weight"] = make(301, 96)
     for index in range(2):
         prefix = f"model.layers.{index}"
         for name, width in (("q", 96), ("k", 32), ("v", 32), ("o", 96)):
             weights[f"{prefix}.self_attn.{name}_proj.weight"] = make(width, 96)
-            if attention_bias:
-                weights[f"{prefix}.self_attn.{name}_proj.bias"] = make(width)
         weights[f"{prefix}.mlp.gate_proj.weight"] = make(160, 96)
         weights[f"{prefix}.mlp.up_proj.weight"] = make(160, 96)
         weights[f"{prefix}.mlp.down_proj.weight"] = make(96, 160)
@@ -66,43 +62,12 @@ def make_tiny_weights(*, attention_bias: bool = False, tied: bool = True) -> dic
     return weights
 
 
-FolderWriter = Callable[..., Path]
-
-
 @pytest.fixture(scope="session")
-def write_tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> FolderWriter:
-    """write(config changes, weights) → a Hugging Face folder; `shards` splits it as large models are."""
-
-    def write(
-        changes: dict[str, object] | None = None, weights: dict[str, torch.Tensor] | None = None, *, shards: int = 1
-    ) -> Path:
-        folder = tmp_path_factory.mktemp("tiny-llama")
-        (folder / "config.json").write_text(json.dumps(TINY_CONFIG | (changes or {})), encoding="utf-8")
-        chosen = make_tiny_weights() if weights is None else weights
-        if shards == 1:
-            save_file(chosen, folder / "model.safetensors")
-            return folder
-        weight_map: dict[str, str] = {}
-        for shard in range(shards):
-            names = sorted(chosen)[shard::shards]
-            file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
-            save_file({name: chosen[name] for name in names}, folder / file)
-            weight_map |= dict.fromkeys(names, file)
-        index = {"metadata": {}, "weight_map": weight_map}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-        return folder
-
-    return write
-
-
-@pytest.fixture(scope="session")
-def tiny_folder(write_tiny_folder: FolderWriter) -> Path:
-    return write_tiny_folder()
-
-
-@pytest.fixture(scope="session")
-def tiny_weights() -> Callable[..., dict[str, torch.Tensor]]:
-    return make_tiny_weights
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    (folder / "config.json").write_text(json.dumps(TINY_CONFIG), encoding="utf-8")
+    save_file(make_tiny_weights(), folder / "model.safetensors")
+    return folder
 
 
 @pytest.fixture(scope="session")

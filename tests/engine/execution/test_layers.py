@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from kvpilot_engine.core.ids import BlockId, RequestId, TokenId
@@ -13,7 +17,7 @@ from kvpilot_engine.execution.batch_inputs import build_batch_inputs
 from kvpilot_engine.execution.torch_inputs import build_torch_inputs
 from kvpilot_engine.layers.attention import AttentionShape, empty_layer_kv
 from kvpilot_engine.layers.linear import ROW_TILE, pad_rows, tiled_linear
-from kvpilot_engine.layers.norm import silu_and_mul
+from kvpilot_engine.layers.norm import gelu_tanh_and_mul, silu_and_mul, softcap
 from kvpilot_engine.layers.torch_attention import TorchAttention
 
 
@@ -107,10 +111,32 @@ def test_padding_is_rows_of_zeros_up_to_a_whole_tile() -> None:
     assert padded.sum() == 3 * (ROW_TILE + 1)
 
 
-def test_gated_activation_is_silu_and_the_same_bits_at_any_offset() -> None:
-    x = torch.randn(7, 2 * 37, generator=torch.Generator().manual_seed(1))
+@pytest.mark.parametrize(
+    ("gated", "activation"),
+    [(silu_and_mul, functional.silu), (gelu_tanh_and_mul, partial(functional.gelu, approximate="tanh"))],
+)
+def test_gated_activations_are_the_same_bits_at_any_offset(
+    gated: Callable[[Tensor], Tensor], activation: Callable[[Tensor], Tensor]
+) -> None:
+    x = 3 * torch.randn(7, 2 * 37, generator=torch.Generator().manual_seed(1))
     gate, up = x.chunk(2, dim=-1)
-    together = silu_and_mul(x)
-    torch.testing.assert_close(together, functional.silu(gate) * up)
+    together = gated(x)
+    torch.testing.assert_close(together, activation(gate) * up)
     for row in range(7):
-        assert torch.equal(silu_and_mul(x[row : row + 1])[0], together[row])
+        assert torch.equal(gated(x[row : row + 1])[0], together[row])
+
+
+@pytest.mark.parametrize("value", [-1e4, 1e4])
+def test_gated_activations_stay_finite_far_out(value: float) -> None:
+    for gated in (silu_and_mul, gelu_tanh_and_mul):
+        out = gated(torch.tensor([[value, 2.0]]))
+        assert out.item() == (2 * value if value > 0 else 0.0)
+
+
+def test_soft_cap_bounds_and_is_the_same_bits_at_any_offset() -> None:
+    x = 60 * torch.randn(7, 37, generator=torch.Generator().manual_seed(1))
+    together = softcap(x.clone(), 30.0)
+    assert together.abs().max() <= 30
+    torch.testing.assert_close(together, 30 * torch.tanh(x / 30))
+    for row in range(7):
+        assert torch.equal(softcap(x[row : row + 1].clone(), 30.0)[0], together[row])

@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from kvpilot_engine.errors import ModelNotFoundError, SettingsError
+from kvpilot_engine.models.hf_config import HFConfig
+from kvpilot_engine.models.registry import find_hf_architecture
 from kvpilot_engine.models.weight_source import StorageType
 from kvpilot_engine.models.weights import open_weights
 
@@ -234,3 +236,37 @@ def test_weights_are_read_without_torch() -> None:
     )
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "False"
+
+
+def test_older_and_newer_spellings_of_a_gemma_3_are_the_same_model() -> None:
+    """Before transformers 5 the rotations were three keys, layers a period, and defaults were not written."""
+    values = {
+        "architectures": ["Gemma3ForCausalLM"],
+        "vocab_size": 301,
+        "hidden_size": 96,
+        "intermediate_size": 160,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 4,
+        "sliding_window": 24,
+    }
+    old = values | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window_pattern": 6}
+    types = (["sliding_attention"] * 5 + ["full_attention"]) * 2
+    full = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0}
+    sliding = {"rope_type": "default", "rope_theta": 10000.0}
+    new = values | {
+        "layer_types": types,
+        "rope_parameters": {"full_attention": full, "sliding_attention": sliding},
+        "head_dim": 256,
+        "num_key_value_heads": 4,
+        "query_pre_attn_scalar": 256,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+        "hidden_activation": "gelu_pytorch_tanh",
+    }
+    gemma3 = find_hf_architecture(["Gemma3ForCausalLM"], origin="a")
+    older, newer = (
+        gemma3.parse_hf(HFConfig(spelling, origin="a", defaults=gemma3.hf_defaults)) for spelling in (old, new)
+    )
+    assert older == newer
+    assert [layer.window for layer in older.layers] == ([24] * 5 + [None]) * 2
+    assert {layer.rope.theta for layer in older.layers if layer.window} == {10000.0}

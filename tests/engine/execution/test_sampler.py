@@ -35,7 +35,7 @@ def make_sequence(
 def draw(row: Row, count: int, **params: Any) -> list[int]:
     """One token at each of `count` positions."""
     sequences = [make_sequence(str(position), position=position, **params) for position in range(1, count + 1)]
-    return [int(token) for token in sample(np.broadcast_to(row, (count, row.size)), sequences).sampled.values()]
+    return [int(token) for token in sample(np.tile(row, (count, 1)), sequences).sampled.values()]
 
 
 def chi_square_is_plausible(counts: npt.NDArray[np.int64], probabilities: npt.NDArray[np.float64]) -> bool:

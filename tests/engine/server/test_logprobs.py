@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from kvpilot_engine.core.ids import TokenId
 from kvpilot_engine.core.token_logprobs import TokenLogprobs
 from kvpilot_engine.errors import ModelExecutionError
+from kvpilot_engine.server.answering import choose_best
 from kvpilot_engine.server.deltas import ToldToken
 from kvpilot_engine.server.json_body import encode_json
 from kvpilot_engine.server.logprob_answers import FLOOR, LogprobShape, floor_logprob
+from kvpilot_engine.server.openai_answers import WholeChoice
 from kvpilot_engine.text.testing import make_tokenizer
 
 Kit = Any
@@ -184,12 +186,25 @@ async def test_best_candidates_are_ranked_by_their_mean_log_probability(kit: Kit
     assert body["usage"]["completion_tokens"] == 12
 
 
+async def test_likelier_candidates_of_each_prompt_come_first() -> None:
+    class Told(NamedTuple):
+        mean_logprob: float
+
+    candidates = [WholeChoice(text=[text]) for text in "abcdef"]
+    means = [Told(mean) for mean in (-3.0, -1.0, -2.0, -1.0, -9.0, -1.0)]
+    chosen = choose_best(candidates, means, num_choices=2, num_candidates=3)
+    assert ["".join(choice.text) for choice in chosen] == ["b", "c", "d", "f"]
+
+
 async def test_two_halves_of_a_character_keep_both_alternatives() -> None:
     half = TOKENIZER.encode("é", specials_as_text=True)
     entry = TokenLogprobs(half[0], -1.0, 1, ((half[0], -1.0), (half[1], -2.0), (TokenId(97), -3.0)))
     told = LogprobShape(TOKENIZER, num_top=3, as_ids=False)
     completion: Any = told.completion([ToldToken(half[0], 0, entry)])
     assert completion["top_logprobs"] == [{"�": -1.0, "a": -3.0}]  # two of one name: the likelier one
+    unlikely = TokenLogprobs(half[1], -2.0, 2, entry.top)
+    completion = told.completion([ToldToken(half[1], 0, unlikely)])
+    assert completion["top_logprobs"] == [{"�": -1.0, "a": -3.0}]
     chat: Any = told.chat([ToldToken(half[0], 0, entry)])
     assert [top["bytes"] for top in chat["content"][0]["top_logprobs"]] == [[0xC3], [0xA9], [97]]
     by_id: Any = LogprobShape(TOKENIZER, num_top=3, as_ids=True).completion([ToldToken(half[0], 0, entry)])

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Sequence
+from typing import Protocol
 
 from aiohttp import web
 
@@ -33,20 +34,29 @@ async def answer_whole(call: PreparedCall, generation: Generation, writer: Answe
         async for deltas in batches:
             for delta in deltas:
                 candidates[delta.candidate].take(delta)
-    choices = _choose(call, generation, candidates)
+    choices = choose_best(
+        candidates, generation.candidates, num_choices=call.num_choices, num_candidates=call.num_candidates
+    )
     log.finish_reasons = [choice.finish_reason for choice in choices]
     return json_response(writer.whole(choices, generation.usage))
 
 
-def _choose(call: PreparedCall, generation: Generation, candidates: Sequence[WholeChoice]) -> list[WholeChoice]:
-    """The num_choices likeliest candidates of each prompt, by the mean log-probability of their tokens."""
-    if call.num_candidates == call.num_choices:
+class _Ranked(Protocol):
+    @property
+    def mean_logprob(self) -> float: ...
+
+
+def choose_best(
+    candidates: Sequence[WholeChoice], ranks: Sequence[_Ranked], *, num_choices: int, num_candidates: int
+) -> list[WholeChoice]:
+    """The num_choices likeliest of each prompt's candidates, by the mean log-probability of their tokens."""
+    if num_candidates == num_choices:
         return list(candidates)
     chosen: list[WholeChoice] = []
-    for start in range(0, len(candidates), call.num_candidates):
-        of_prompt = range(start, start + call.num_candidates)
-        ranked = sorted(of_prompt, key=lambda i: -generation.candidates[i].mean_logprob)
-        chosen += [candidates[i] for i in ranked[: call.num_choices]]
+    for start in range(0, len(candidates), num_candidates):
+        of_prompt = range(start, start + num_candidates)
+        ranked = sorted(of_prompt, key=lambda i: -ranks[i].mean_logprob)
+        chosen += [candidates[i] for i in ranked[:num_choices]]
     return chosen
 
 

@@ -46,6 +46,7 @@ class LoadedEngine:
 
     runner: ModelRunner
     cache: CacheSettings
+    """With the model's window."""
     scheduler: SchedulerSettings
     """With max_model_len and the token budget resolved."""
     num_blocks: int
@@ -165,7 +166,7 @@ def load_engine(
         num_blocks = budget.num_blocks_at(max(settings.memory_utilization, settings.max_memory_utilization))
         return LoadedEngine(
             runner=make_runner(num_blocks, faults),
-            cache=cache,
+            cache=replace(cache, window=config.window),
             scheduler=replace(scheduler, max_model_len=max_model_len),
             num_blocks=num_blocks,
             vocab_size=config.vocab_size,

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numba
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -19,9 +21,14 @@ from kvpilot_engine.core.sampling_params import SamplingParams
 from kvpilot_engine.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from kvpilot_engine.core.settings import CacheSettings, SchedulerSettings
 from kvpilot_engine.core.stats import EngineStats
+from kvpilot_engine.execution.compiled_model_runner import CompiledModelRunner
+from kvpilot_engine.execution.compiled_weights import CompiledWeights, load_compiled_weights
+from kvpilot_engine.execution.compiled_workspace import CompiledWorkspace
 from kvpilot_engine.execution.device_memory import HostMemory
 from kvpilot_engine.execution.kv_cache_tensors import KVCacheTensors
+from kvpilot_engine.execution.paged_kv_storage import KVDtype, PagedKVStorage
 from kvpilot_engine.execution.sampler import sample
+from kvpilot_engine.execution.step_runner import StepRunner
 from kvpilot_engine.execution.torch_model_runner import TorchModelRunner
 from kvpilot_engine.models.torch_decoder import TorchDecoder, load_torch_decoder
 from kvpilot_engine.models.weights import open_weights
@@ -95,7 +102,7 @@ def smollm2_model(smollm2_gguf: Path) -> TorchDecoder:
 class RecordingRunner:
     """The real runner, keeping the bytes of every sampled row's logits by request and position."""
 
-    runner: TorchModelRunner
+    runner: StepRunner
     logits: dict[RequestId, dict[int, bytes]] = field(default_factory=dict)
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
@@ -120,7 +127,8 @@ class Run:
 class Generator:
     """Runs prompts through the real engine core and runner."""
 
-    model: TorchDecoder
+    make_runner: Callable[[int, int, int], StepRunner]
+    """From the number of blocks, their size, and the token budget."""
 
     def run(
         self,
@@ -136,17 +144,11 @@ class Generator:
         sampling: Callable[[int], SamplingParams] | None = None,
     ) -> Run:
         """All prompts together, or each after the one before it has ended."""
-        torch.set_num_threads(1)  # parallel regions wait for each other on a busy machine
         cache = CacheSettings(block_size=block_size, enable_prefix_caching=prefix_caching)
         scheduler = SchedulerSettings(
             max_num_batched_tokens=budget, max_model_len=256, max_num_seqs=16, preempt_every=preempt_every
         )
-        kv_cache = KVCacheTensors(self.model.config, num_blocks=num_blocks, block_size=block_size)
-        recorder = RecordingRunner(TorchModelRunner(self.model, kv_cache, HostMemory()))
-        for layer in kv_cache.layers:
-            # whatever a slot held before must not matter
-            layer.keys[1:].fill_(float("nan"))
-            layer.values[1:].fill_(float("nan"))
+        recorder = RecordingRunner(self.make_runner(num_blocks, block_size, budget))
         core = EngineCore(recorder, num_blocks=num_blocks, cache=cache, scheduler=scheduler, model="tiny")
         tokens: dict[int, list[int]] = {number: [] for number in prompts}
         for batch in [[number] for number in prompts] if one_by_one else [list(prompts)]:
@@ -181,11 +183,55 @@ def greedy(max_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
 
 
+def make_torch_generator(model: TorchDecoder) -> Generator:
+    """The float32 reference on a cache full of NaN: whatever a slot held before must not matter."""
+    torch.set_num_threads(1)  # parallel regions wait for each other on a busy machine
+
+    def make_runner(num_blocks: int, block_size: int, budget: int) -> StepRunner:
+        del budget  # torch allocates what a step needs
+        kv_cache = KVCacheTensors(model.config, num_blocks=num_blocks, block_size=block_size)
+        for layer in kv_cache.layers:
+            layer.keys[1:].fill_(float("nan"))
+            layer.values[1:].fill_(float("nan"))
+        return TorchModelRunner(model, kv_cache, HostMemory())
+
+    return Generator(make_runner)
+
+
+def make_compiled_generator(weights: CompiledWeights) -> Generator:
+    """The compiled path, on a half-precision cache full of NaN."""
+    numba.set_num_threads(1)
+
+    def make_runner(num_blocks: int, block_size: int, budget: int) -> StepRunner:
+        config = weights.config
+        kv_cache = PagedKVStorage(config, num_blocks=num_blocks, block_size=block_size, dtype=KVDtype.FLOAT16)
+        for layer in kv_cache.layers:
+            layer.keys.view(np.float16)[1:] = np.nan
+            layer.values.view(np.float16)[1:] = np.nan
+        workspace = CompiledWorkspace.allocate(config, kv_cache.layout, max_rows=budget, num_threads=1)
+        return CompiledModelRunner(weights, kv_cache, workspace, HostMemory())
+
+    return Generator(make_runner)
+
+
 @pytest.fixture(scope="session")
-def tiny(tiny_model: TorchDecoder) -> Generator:
-    return Generator(tiny_model)
+def tiny_compiled(tiny_folder: Path) -> CompiledWeights:
+    """In 8 bit, so that the integer kernels run."""
+    with open_weights(tiny_folder) as source:
+        return load_compiled_weights(source, max_positions=256, quantize_plain=True)
+
+
+@pytest.fixture(scope="session")
+def tiny_float32(tiny_model: TorchDecoder) -> Generator:
+    return make_torch_generator(tiny_model)
+
+
+@pytest.fixture(scope="session", params=["float32", "compiled"])
+def tiny(request: pytest.FixtureRequest, tiny_float32: Generator, tiny_compiled: CompiledWeights) -> Generator:
+    """Each path must keep its own bits."""
+    return tiny_float32 if request.param == "float32" else make_compiled_generator(tiny_compiled)
 
 
 @pytest.fixture(scope="session")
 def smollm2(smollm2_model: TorchDecoder) -> Generator:
-    return Generator(smollm2_model)
+    return make_torch_generator(smollm2_model)

@@ -222,6 +222,7 @@ async def test_broken_streams_and_clients_that_left_are_logged_as_such(
     line = finished(log_lines)[1]
     assert (line["status"], line["error"]) == (200, "engine_error")
     assert "finish_reasons" not in line
+    assert "Traceback" not in log_lines.getvalue()
 
 
 async def test_log_for_people_has_the_same_fields(kit: Kit, log_lines: io.StringIO) -> None:

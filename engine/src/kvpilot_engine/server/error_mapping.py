@@ -32,8 +32,8 @@ class ErrorAnswer:
 
     @property
     def is_unexpected(self) -> bool:
-        """A bug of ours: the log wants a trace."""
-        return self.status == 500
+        """A bug of ours: the log wants a trace. Not a fault of the engine, whose message may quote an output."""
+        return self.code == _INTERNAL[1]
 
     @property
     def body(self) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize
 
-from kvpilot_engine.errors import ModelNotFoundError, SettingsError
+from kvpilot_engine.errors import ModelNotFoundError, SettingsError, StartupError
 from kvpilot_engine.models.weight_source import StorageType
 from kvpilot_engine.models.weights import open_weights
 
@@ -187,3 +188,24 @@ def test_tensors_that_don_t_fit_the_configuration_are_named(
     finish(writer)
     with pytest.raises(SettingsError, match=named):
         open_weights(tmp_path / "m.gguf")
+
+
+def test_a_changed_byte_or_a_cut_is_read_or_refused_never_worse(tmp_path: Path) -> None:
+    write_layers(tmp_path / "m.gguf", GGMLQuantizationType.Q4_0)
+    whole = (tmp_path / "m.gguf").read_bytes()
+    header_end = whole.index(b"token_embd.weight") + 100
+    source = random.Random(4)
+    broken = [whole[: source.randrange(header_end)] for _ in range(40)]
+    for _ in range(160):
+        changed = bytearray(whole)
+        changed[source.randrange(header_end)] = source.choice((0, 1, 255, source.randrange(256)))
+        broken.append(bytes(changed))
+    refused = 0
+    for data in broken:
+        (tmp_path / "m.gguf").write_bytes(data)
+        try:
+            with open_weights(tmp_path / "m.gguf") as opened:
+                opened.read("layers.0.q.weight")
+        except StartupError:
+            refused += 1
+    assert refused > 100

@@ -23,7 +23,7 @@ def _parse_hf(config: HFConfig) -> DecoderConfig:
     gemma = parse_hf_gemma(config)
     pattern = config.optional_integer("sliding_window_pattern") or config.integer("_sliding_window_pattern")
     kinds = config.layer_types(tuple(SLIDING if _is_local(i, pattern) else FULL for i in range(gemma.num_layers)))
-    by_kind = config.get("rope_parameters") or {}
+    by_kind = config.mapping("rope_parameters")
     full = by_kind.get(FULL) or config.rope_parameters()
     sliding = by_kind.get(SLIDING) or {"rope_theta": config.get("rope_local_base_freq")}
     ropes = {FULL: config.parse_rope(full, gemma.head_dim), SLIDING: config.parse_rope(sliding, gemma.head_dim)}

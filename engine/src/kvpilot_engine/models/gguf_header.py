@@ -5,6 +5,7 @@ Not for what a model does differently from Llama: that is said in its own file, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +51,8 @@ class GGUFHeader:
             raise self.error(f"metadata {self.architecture}.{key} is missing")
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error(f"{self.architecture}.{key} differs from layer to layer, or is no number: not supported")
+        if not 0 < value < math.inf:
+            raise self.error(f"{self.architecture}.{key} is {value}; it must be a positive number")
         return float(value)
 
     def integer(self, key: str, default: int | None = None) -> int:
@@ -79,6 +82,9 @@ class GGUFHeader:
             rotary_dim=rotary_dim,
             scaling=self._parse_scaling(rotary_dim),
         )
+        num_layers = self.integer("block_count")
+        if num_layers > len(self.shapes):
+            raise self.error(f"{self.architecture}.block_count is {num_layers}, with {len(self.shapes)} tensors")
         config = DecoderConfig(
             architecture=self.architecture,
             vocab_size=embedding[0],
@@ -87,7 +93,7 @@ class GGUFHeader:
             num_heads=heads,
             num_kv_heads=self.integer("attention.head_count_kv", heads),
             head_dim=head_dim,
-            layers=(LayerConfig(rope=rope),) * self.integer("block_count"),
+            layers=(LayerConfig(rope=rope),) * num_layers,
             rms_norm_eps=self.number("attention.layer_norm_rms_epsilon"),
             max_position_embeddings=self.integer("context_length"),
             attention_scale=head_dim**-0.5,
@@ -99,8 +105,8 @@ class GGUFHeader:
 
     def parse_window(self) -> int | None:
         """The length of sliding windows; None when there are none, or they hide nothing."""
-        window = self.integer("attention.sliding_window", 0)
-        return window if 0 < window < self.integer("context_length") else None
+        window = self.get("attention.sliding_window") and self.integer("attention.sliding_window")
+        return window if window and window < self.integer("context_length") else None
 
     def _parse_scaling(self, rotary_dim: int) -> RopeScaling | None:
         if FREQUENCY_FACTORS in self.shapes:

@@ -24,13 +24,14 @@ class GGUFStore:
         self.metadata: dict[str, Any] = {}
         """Of the first part, but for the tokenizer's."""
         for number, path in enumerate(parts):
-            reader = _open(path)
-            if number == 0:
-                self.metadata = {
-                    name: field.contents() for name, field in reader.fields.items() if not name.startswith("tokenizer.")
-                }
-                _check_part_count(self.metadata, parts)
+            try:
+                reader = TensorReader(path)
+                if number == 0:
+                    self.metadata = _read_metadata(reader)
+            except (ValueError, OSError, IndexError) as error:
+                raise SettingsError([f"{path}: not a readable GGUF file ({error})"]) from error
             self._tensors |= {tensor.name: tensor for tensor in reader.tensors}
+        _check_part_count(self.metadata, parts)
         # GGUF lists dimensions innermost first
         self._shapes = {name: tuple(map(int, reversed(tensor.shape))) for name, tensor in self._tensors.items()}
 
@@ -71,11 +72,8 @@ class GGUFStore:
         self._tensors.clear()
 
 
-def _open(path: Path) -> TensorReader:
-    try:
-        return TensorReader(path)
-    except (ValueError, OSError, IndexError) as error:
-        raise SettingsError([f"{path}: not a readable GGUF file ({error})"]) from error
+def _read_metadata(reader: TensorReader) -> dict[str, Any]:
+    return {name: field.contents() for name, field in reader.fields.items() if not name.startswith("tokenizer.")}
 
 
 def _check_part_count(metadata: dict[str, Any], parts: list[Path]) -> None:

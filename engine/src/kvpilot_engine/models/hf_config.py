@@ -41,7 +41,6 @@ class HFConfig:
     def __init__(self, values: Mapping[str, Any], *, origin: str, defaults: Mapping[str, Any] | None = None) -> None:
         self.origin = origin
         self._values = {**_COMMON_DEFAULTS, **(defaults or {}), **values}
-        self._refuse_what_no_architecture_has()
 
     def get(self, key: str) -> Any:
         """The value, or None when it is missing or null."""
@@ -61,6 +60,20 @@ class HFConfig:
 
     def flag(self, key: str) -> bool:
         return bool(self.get(key))
+
+    def mapping(self, key: str) -> Mapping[str, Any]:
+        """An object; empty when it is missing or null."""
+        value = self.get(key) or {}
+        if not isinstance(value, dict):
+            raise self.error(f"{key} is {value!r}; it must be an object")
+        return value
+
+    def strings(self, key: str) -> tuple[str, ...]:
+        """A list of strings; empty when it is missing or null."""
+        value = self.get(key) or []
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.error(f"{key} is {value!r}; it must be a list of strings")
+        return tuple(value)
 
     def error(self, message: str) -> SettingsError:
         return SettingsError([f"{self.origin}: {message}"])
@@ -83,10 +96,10 @@ class HFConfig:
         """The decoder as Llama's, without windows: what all architectures have in common."""
         heads = self.integer("num_attention_heads")
         hidden_size = self.integer("hidden_size")
-        head_dim = self.optional_integer("head_dim") or hidden_size // heads
+        head_dim = self.optional_integer("head_dim") or self.as_integer("head_dim", hidden_size // heads)
         rope = self.parse_rope(self.rope_parameters(), head_dim)
         config = DecoderConfig(
-            architecture=str((self.get("architectures") or ["unknown"])[0]),
+            architecture=(self.strings("architectures") or ("unknown",))[0],
             vocab_size=self.integer("vocab_size"),
             hidden_size=hidden_size,
             intermediate_size=self.integer("intermediate_size"),
@@ -104,10 +117,12 @@ class HFConfig:
 
     def rope_parameters(self) -> dict[str, Any]:
         """rope_scaling of older files and rope_parameters of newer ones, theta included."""
-        found = {"rope_theta": self.get("rope_theta")} | dict(self.get("rope_scaling") or {})
-        return found | dict(self.get("rope_parameters") or {})
+        theta = {"rope_theta": self.get("rope_theta")}
+        return theta | dict(self.mapping("rope_scaling")) | dict(self.mapping("rope_parameters"))
 
     def parse_rope(self, parameters: Mapping[str, Any], head_dim: int) -> RopeConfig:
+        if not isinstance(parameters, dict):
+            raise self.error(f"rope_parameters of a layer type are {parameters!r}; they must be an object")
         share = parameters.get("partial_rotary_factor", self.get("partial_rotary_factor"))
         rotary_dim = head_dim if share is None else int(head_dim * self.as_number("partial_rotary_factor", share))
         return RopeConfig(
@@ -125,7 +140,7 @@ class HFConfig:
         return tuple(window if kind == SLIDING else None for kind in self.layer_types(default_types))
 
     def layer_types(self, default_types: tuple[str, ...]) -> tuple[str, ...]:
-        types = tuple(self.get("layer_types") or default_types)
+        types = self.strings("layer_types") or default_types
         if len(types) != self.integer("num_hidden_layers"):
             raise self.error(f"layer_types has {len(types)} entries for {self.integer('num_hidden_layers')} layers")
         unknown = sorted(set(types) - {SLIDING, FULL})
@@ -135,7 +150,7 @@ class HFConfig:
 
     def _parse_activation(self) -> Activation:
         name = self.get("hidden_activation") or self.get("hidden_act")
-        if name not in _ACTIVATIONS:
+        if not isinstance(name, str) or name not in _ACTIVATIONS:
             raise self.error(f"activation {name} is not supported (supported: {', '.join(_ACTIVATIONS)})")
         return _ACTIVATIONS[name]
 
@@ -174,7 +189,7 @@ class HFConfig:
             long_factors=self._parse_factors("long_factor", rope, rotary_dim),
             original_max_position_embeddings=original,
             attention_factor=(
-                long_attention_factor(factor, original)
+                long_attention_factor(self.as_number("factor", factor), original)
                 if attention_factor is None
                 else self.as_number("attention_factor", attention_factor)
             ),
@@ -182,14 +197,16 @@ class HFConfig:
 
     def _parse_factors(self, key: str, rope: Mapping[str, Any], rotary_dim: int) -> tuple[float, ...]:
         factors = rope.get(key) or []
+        if not isinstance(factors, list):
+            raise self.error(f"rope scaling longrope: {key} is {factors!r}; it must be a list")
         if len(factors) != rotary_dim // 2:
             raise self.error(f"rope scaling longrope: {key} has {len(factors)} entries; it must have {rotary_dim // 2}")
         return tuple(self.as_number(key, factor) for factor in factors)
 
-    def _refuse_what_no_architecture_has(self) -> None:
+    def refuse_what_no_architecture_has(self) -> None:
+        """SettingsError for features that none of ours has, and for keys that all need."""
         problems = []
-        quantization = self.get("quantization_config")
-        if quantization:
+        if quantization := self.mapping("quantization_config"):
             problems.append(
                 f"{self.origin}: quantization {quantization.get('quant_method', 'unknown')} is not supported; take the "
                 "model in GGUF, or without quantization"

@@ -71,11 +71,14 @@ def _open_safetensors(folder: Path) -> WeightSource:
         raise SettingsError([f"{path}: not JSON ({error})"]) from error
     if not isinstance(values, dict):
         raise SettingsError([f"{path}: not a JSON object"])
-    architecture = find_hf_architecture(values.get("architectures") or (), origin=path.name)
+    whole = HFConfig(values, origin=path.name)
+    architecture = find_hf_architecture(whole.strings("architectures"), origin=path.name)
     # multimodal models describe their text part within
-    values |= {**(values.get("text_config") or {}), "architectures": values["architectures"]}
-    config = architecture.parse_hf(HFConfig(values, origin=path.name, defaults=architecture.hf_defaults))
+    values |= {**whole.mapping("text_config"), "architectures": values["architectures"]}
+    config = HFConfig(values, origin=path.name, defaults=architecture.hf_defaults)
+    config.refuse_what_no_architecture_has()
+    decoder = architecture.parse_hf(config)
     store = SafetensorsStore(folder)
     variants = architecture.hf_names
     names = next((v for v in variants if f"{v.outside['embedding']}.weight" in store.shapes), variants[0])
-    return Checkpoint(config, store, names, norm_offset=architecture.hf_norm_offset)
+    return Checkpoint(decoder, store, names, norm_offset=architecture.hf_norm_offset)

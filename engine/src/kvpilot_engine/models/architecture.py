@@ -39,8 +39,8 @@ class TensorNames:
 
     def locate(self, config: DecoderConfig) -> dict[str, TensorRows]:
         """Canonical tensor name → where it is, for every tensor of the decoder."""
-        shapes = tensor_shapes(config)
-        return {name: self._rows_of(name, {n: shape[0] for n, shape in shapes.items()}) for name in shapes}
+        num_rows = {name: shape[0] for name, shape in tensor_shapes(config).items()}
+        return {name: self._rows_of(name, num_rows) for name in num_rows}
 
     def _rows_of(self, name: str, num_rows: Mapping[str, int]) -> TensorRows:
         head, kind = name.rsplit(".", 1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import threading
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,6 +18,7 @@ from kvpilot_engine.server.deltas import ToldToken
 from kvpilot_engine.server.json_body import encode_json
 from kvpilot_engine.server.logprob_answers import FLOOR, LogprobShape, floor_logprob
 from kvpilot_engine.server.openai_answers import WholeChoice
+from kvpilot_engine.service.testing import FakeModelLoader
 from kvpilot_engine.text.testing import make_tokenizer
 
 Kit = Any
@@ -153,6 +156,23 @@ async def test_prompt_alone_is_scored(kit: Kit, stream: bool, prompt: Any, field
     else:
         assert choice["logprobs"] is None
     assert (await kit.complete()).status == 200
+
+
+async def test_long_prompt_is_scored_off_the_event_loop(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:  # B24
+    kit = await start(FakeModelLoader(max_model_len=1000, block_size=16))
+    threads: set[str] = set()
+    original = LogprobShape.completion
+
+    def completion(self: LogprobShape, tokens: Sequence[ToldToken]) -> dict[str, object]:
+        threads.add(threading.current_thread().name)
+        return original(self, tokens)
+
+    monkeypatch.setattr(LogprobShape, "completion", completion)
+    for stream in (False, True):
+        response = await kit.complete("x" * 900, echo=True, max_tokens=0, logprobs=5, stream=stream)
+        body = (await kit.events(response))[0] if stream else await response.json()
+        assert len(body["choices"][0]["logprobs"]["tokens"]) == 900
+    assert all(name.startswith("text") for name in threads)
 
 
 async def test_echo_of_several_prompts_and_choices(kit: Kit) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 from aiohttp import web
@@ -19,16 +20,19 @@ from kvpilot_engine.server.call_log import CLIENT_GONE, CallLog
 from kvpilot_engine.server.deltas import Delta
 from kvpilot_engine.server.error_mapping import map_error
 from kvpilot_engine.server.generation import Generation
-from kvpilot_engine.server.json_body import json_response
+from kvpilot_engine.server.json_body import encode_json
 from kvpilot_engine.server.openai_answers import AnswerWriter, WholeChoice
 from kvpilot_engine.server.prepared_call import PreparedCall
 from kvpilot_engine.server.sse import EventStream
 
 _LOG = logging.getLogger(__name__)
+MANY_TOKENS = 500
 Batches = AsyncGenerator[Sequence[Delta], None]
 
 
-async def answer_whole(call: PreparedCall, generation: Generation, writer: AnswerWriter, log: CallLog) -> web.Response:
+async def answer_whole(
+    request: web.Request, call: PreparedCall, generation: Generation, writer: AnswerWriter, log: CallLog
+) -> web.Response:
     candidates = [WholeChoice(prompt_logprobs=candidate.prompt_logprobs) for candidate in generation.candidates]
     async with contextlib.aclosing(generation.batches()) as batches:
         async for deltas in batches:
@@ -38,7 +42,17 @@ async def answer_whole(call: PreparedCall, generation: Generation, writer: Answe
         candidates, generation.candidates, num_choices=call.num_choices, num_candidates=call.num_candidates
     )
     log.finish_reasons = [choice.finish_reason for choice in choices]
-    return json_response(writer.whole(choices, generation.usage))
+    num_told = sum(len(choice.tokens) + len(choice.prompt_logprobs) for choice in choices)
+    usage = generation.usage
+    body = await _encode(request, num_told, lambda: encode_json(writer.whole(choices, usage)))
+    return web.Response(body=body, content_type="application/json")
+
+
+async def _encode(request: web.Request, num_told_tokens: int, work: Callable[[], bytes]) -> bytes:
+    """Log-probabilities of thousands of tokens take a second to write: other streams must not wait for that."""
+    if num_told_tokens < MANY_TOKENS:
+        return work()
+    return await request.app[CONTEXT].in_text_thread(work)
 
 
 class _Ranked(Protocol):
@@ -77,7 +91,9 @@ async def _stream(request: web.Request, told: _Told, batches: Batches) -> web.St
         first = upcoming.result() if upcoming.done() else None
         async with EventStream(request, keep_alive_s=settings.keep_alive_s) as events:
             try:
-                await events.send(told.events(first or await upcoming))
+                deltas = first or await upcoming
+                num_told = sum(len(delta.tokens) for delta in deltas)  # with an echo, all of the prompt's
+                await events.send(await _encode(request, num_told, partial(told.events, deltas)))
                 async for deltas in batches:
                     await events.send(told.events(deltas))
                 await events.send(told.last_events())

@@ -133,7 +133,7 @@ async def _generate(
     try:
         if call.is_streamed:
             return await answer_stream(request, call, generation, writer, log)
-        return await answer_whole(call, generation, writer, log)
+        return await answer_whole(request, call, generation, writer, log)
     finally:
         generation.close()
         usage = generation.usage

@@ -15,7 +15,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from kvpilot_engine.errors import ModelNotFoundError
-from kvpilot_engine.models.source import HubReference, parse_source, resolve_model
+from kvpilot_engine.models.hub import HubReference
+from kvpilot_engine.models.source import parse_source, resolve_model
 
 ANSWERS = {
     "gated": (403, "GatedRepo"),

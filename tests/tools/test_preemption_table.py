@@ -1,4 +1,4 @@
-"""The simulation behind the table of reserves and victims: everybody ends, and the engine's own rules keep the bound."""
+"""The simulation behind the table of reserves and victims: everybody ends, and our own rules keep the bound."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ def test_every_variant_comes_to_an_end(reserve: str, victim: str) -> None:
 def test_the_engines_rules_preempt_nobody_more_than_five_times(trace: Trace) -> None:  # A4
     (reserve, *_), (victim, *_) = RESERVES.values(), VICTIMS.values()
     outcome = simulate(trace, reserve_rule=reserve, victim_rule=victim)
-    assert 0 < outcome.num_preemptions
+    assert outcome.num_preemptions > 0
     assert outcome.most_of_one_request <= 5
     assert outcome.recomputed_share < 0.15

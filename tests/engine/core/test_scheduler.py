@@ -215,6 +215,33 @@ def test_a_prefix_found_again_after_a_preemption_is_not_told_as_cached() -> None
     assert bench.scheduler.counters.num_prefix_hits == 0
 
 
+def test_a_prefix_is_looked_up_when_its_sequence_starts_not_when_it_came() -> None:
+    prompt = range(9)
+    bench = Bench(*(make_request(name, prompt) for name in ("first", "second")), seqs=1)
+    assert bench.kv_cache.find_prefix(bench.scheduler._sequences[RequestId("second")]).num_cached_tokens == 0
+    starts: dict[str, int] = {}
+    while len(bench.scheduler):
+        plan, _ = bench.step()
+        for scheduled in plan.scheduled:
+            starts.setdefault(scheduled.request_id, scheduled.start_position)
+    assert starts == {"first": 0, "second": 8}
+
+
+def test_a_prefix_that_was_evicted_while_its_sequence_waited_is_computed_again() -> None:
+    bench = Bench(make_request("first", range(9)), num_blocks=8)
+    while len(bench.scheduler):
+        bench.step()
+    waiting = make_request("second", range(9))
+    bench.scheduler.add(waiting)
+    assert bench.kv_cache.find_prefix(bench.scheduler._sequences[waiting.request_id]).num_cached_tokens == 8
+    pool = bench.kv_cache.pool
+    evicting = pool.allocate(pool.num_available)
+    assert evicting is not None
+    pool.free(evicting)
+    (scheduled,) = bench.step()[0].scheduled
+    assert (scheduled.start_position, len(scheduled.token_ids)) == (0, 9)
+
+
 def make_requests(shapes: list[tuple[int, int]]) -> list[GenerationRequest]:
     return [distinct(f"r{i}", prompt, max_tokens=output) for i, (prompt, output) in enumerate(shapes)]
 

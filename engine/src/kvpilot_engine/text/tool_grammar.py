@@ -50,7 +50,7 @@ def build_tool_grammar(
     if not problem:
         return grammar
     if request.mode is ToolMode.AUTO and content is None and not any(tool.is_strict for tool in request.tools):
-        _LOG.warning("calls of %d tools are checked after they are written: %s", len(request.tools), problem)
+        _LOG.warning("calls of %d tools are checked after they are written: too large to enforce", len(request.tools))
         return None
     raise InvalidRequestError(f"tools can't be enforced: {problem}", param="tools")
 
@@ -71,7 +71,8 @@ def _soften(tool: Tool) -> Tool:
     if tool.is_strict:
         place = f"{tool.place}.function.parameters"
         raise InvalidRequestError(f"{place} can't be enforced: {problem}", param=place)
-    _LOG.warning("arguments of the tool %s are any JSON object: %s", tool.name, problem)
+    # The problem may quote the client's schema, which is no matter for a log.
+    _LOG.warning("arguments of %s are any JSON object: its schema can't be enforced", tool.place)
     return replace(tool, parameters=_ANY_OBJECT)
 
 

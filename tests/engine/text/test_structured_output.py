@@ -11,7 +11,7 @@ from kvpilot_engine.core.grammar import GrammarKind, GrammarSpec
 from kvpilot_engine.core.ids import TokenId
 from kvpilot_engine.errors import InvalidRequestError, ModelExecutionError
 from kvpilot_engine.text.constraints import GrammarCompiler
-from kvpilot_engine.text.structured_output import MAX_GRAMMAR_CHARS, build_grammar
+from kvpilot_engine.text.structured_output import MAX_GBNF_RULES, MAX_GRAMMAR_CHARS, build_grammar
 from kvpilot_engine.text.testing import make_tokenizer
 
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -159,6 +159,12 @@ def test_two_grammars_are_refused_naming_both(second: dict[str, object]) -> None
 def test_an_oversized_grammar_is_refused_with_its_size_and_the_limit(fields: dict[str, object]) -> None:
     with pytest.raises(InvalidRequestError, match=rf"has \d+ characters; at most {MAX_GRAMMAR_CHARS}"):
         build_grammar(fields)
+
+
+def test_gbnf_with_too_many_rules_is_refused_before_it_is_read() -> None:
+    rules = "".join(f'r{i} ::= "a" r{i + 1}\n' for i in range(MAX_GBNF_RULES))
+    with pytest.raises(InvalidRequestError, match=f"has {MAX_GBNF_RULES + 1} GBNF rules; at most {MAX_GBNF_RULES}"):
+        build_grammar({"guided_grammar": f"root ::= r0\n{rules}"})
 
 
 def test_a_schema_nested_past_every_stack_is_refused() -> None:

@@ -14,7 +14,7 @@ from numba import njit, types
 from kvpilot_engine.errors import SettingsError
 from kvpilot_engine.kernels import packed_matrix, quantized_linear
 from kvpilot_engine.kernels.activation_quantization import QuantizedRows, quantize_rows
-from kvpilot_engine.kernels.cpu_features import DotPath, choose_dot_path
+from kvpilot_engine.kernels.cpu_features import DotPath, choose_dot_path, choose_tiles, multiplies_tiles
 from kvpilot_engine.kernels.integer_dot import integer_dot
 from kvpilot_engine.kernels.jit import emitted
 from kvpilot_engine.kernels.packed_matrix import RawMatrix, pack_matrices
@@ -94,18 +94,20 @@ def test_linears_have_the_same_bits_on_every_path(
     raw, _ = make_matrix(storage, 16, 256)
     part = pack_matrices([raw]).parts[0]
     layout = part.layout
-    rows = np.random.default_rng(3).standard_normal((7, 256)).astype(np.float32)
-    quantized = QuantizedRows.allocate(7, 256)
+    num_rows = 16 + 8 + 4 + 2 + 1
+    rows = np.random.default_rng(3).standard_normal((num_rows, 256)).astype(np.float32)
+    quantized = QuantizedRows.allocate(num_rows, 256)
     quantize_rows(rows, quantized.values, quantized.groups)
     results = []
-    for path in PATHS:
+    for path, tiles in [*((path, False) for path in PATHS), *([(PATHS[0], True)] if multiplies_tiles() else [])]:
         monkeypatch.setattr(quantized_linear, "dot_path", lambda chosen=path: chosen)
+        monkeypatch.setattr(quantized_linear, "multiplies_tiles", lambda chosen=tiles: chosen)
 
         @njit
         def run(values: Any, groups: Any, weights: Any, bias: Any, out: Any) -> None:
             quantized_linear.multiply_block(layout, 0, values, groups, weights, bias, out, 0, 16)
 
-        out = np.empty((7, 16), np.float32)
+        out = np.empty((num_rows, 16), np.float32)
         run(quantized.values, quantized.groups, part.weights, part.bias, out)
         results.append(out)
     for result in results[1:]:
@@ -124,6 +126,23 @@ def test_linears_have_the_same_bits_on_every_path(
 )
 def test_the_fastest_path_is_chosen(features: set[str], path: DotPath) -> None:
     assert choose_dot_path(dict.fromkeys(features, True), None) is path
+
+
+@pytest.mark.parametrize(
+    ("features", "forced", "is_permitted", "expected"),
+    [
+        (VNNI_MACHINE | {"amx-tile", "amx-int8"}, None, True, True),
+        (VNNI_MACHINE | {"amx-tile", "amx-int8"}, None, False, False),
+        (VNNI_MACHINE | {"amx-tile", "amx-int8"}, "avx512_vnni", True, False),
+        (VNNI_MACHINE | {"amx-tile", "amx-bf16"}, None, True, False),
+        ({"amx-tile", "amx-int8", "avx2", "fma"}, None, True, False),
+    ],
+    ids=["all", "not permitted", "a path is forced", "no bytes", "no AVX-512"],
+)
+def test_tiles_are_used_where_all_agree(
+    features: set[str], forced: str | None, is_permitted: bool, expected: bool
+) -> None:
+    assert choose_tiles(dict.fromkeys(features, True), forced, is_permitted=is_permitted) is expected
 
 
 def test_a_path_can_be_forced() -> None:

@@ -25,7 +25,7 @@ from collections.abc import Iterable, Mapping, MutableMapping
 from importlib.metadata import version
 from pathlib import Path
 
-from kvpilot_engine.kernels.cpu_features import DOT_VARIABLE
+from kvpilot_engine.kernels.cpu_features import DOT_VARIABLE, tiles_permitted
 
 NUMBA_VARIABLE = "NUMBA_CACHE_DIR"
 CACHE_VARIABLE = "KVPILOT_CACHE_DIR"
@@ -75,7 +75,11 @@ def candidate_roots(environ: Mapping[str, str]) -> list[Path]:
 
 
 def _describe_processor() -> str:
-    """Its name and what it can do; two machines of one name may differ by their hypervisor."""
+    """Its name and what it can do; two machines of one name may differ by their hypervisor or their kernel."""
+    return f"{_processor_flags()}\ntiles: {tiles_permitted()}"
+
+
+def _processor_flags() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

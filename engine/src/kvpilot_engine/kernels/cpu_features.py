@@ -1,12 +1,16 @@
 """Which instructions multiply small integers on this machine. Nothing else of a kernel depends on the machine by name.
 
 Looked up when the first kernel is compiled, not at import. The environment variable KVPILOT_CPU_DOT forces a path
-(`avx512_vnni`, `avx_vnni`, `avx2`, `plain`), for tests and for finding faults; results are the same on each.
+(`avx512_vnni`, `avx_vnni`, `avx2`, `plain`), for tests and for finding faults; results are the same on each. AMX comes
+on top of AVX-512 where no path is forced.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
+import sys
 from collections.abc import Mapping
 from enum import StrEnum
 from functools import cache
@@ -45,6 +49,37 @@ def choose_dot_path(features: Mapping[str, bool], forced: str | None) -> DotPath
         missing = sorted(name for name in _REQUIRED_FEATURES[path] if not features.get(name))
         raise SettingsError([f"{DOT_VARIABLE}={forced}: this processor lacks {', '.join(missing)}"])
     return path
+
+
+def choose_tiles(features: Mapping[str, bool], forced: str | None, *, is_permitted: bool) -> bool:
+    """Whether many rows are multiplied by AMX: it is there, the kernel permits it, and no path is forced."""
+    has_tiles = all(features.get(name) for name in ("amx-int8", "amx-tile"))
+    is_fastest = choose_dot_path(features, None) is DotPath.AVX512_VNNI
+    return has_tiles and is_fastest and is_permitted and not forced
+
+
+_PERMIT_STATE, _TILE_STATE = 0x1023, 18
+"""Of arch_prctl on x86-64 Linux: the request, and the number of the tile registers' state."""
+_ARCH_PRCTL = 158
+
+
+@cache
+def tiles_permitted() -> bool:
+    """Asks the kernel to let this process use AMX's tile registers: without that, the first use of one ends it.
+
+    To be called in every process that may run cached code which uses them, so it belongs into the cache's key.
+    """
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return False
+    return int(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _PERMIT_STATE, _TILE_STATE)) == 0
+
+
+@cache
+def multiplies_tiles() -> bool:
+    """Whether this process multiplies many rows by AMX."""
+    from llvmlite import binding
+
+    return choose_tiles(binding.get_host_cpu_features(), os.environ.get(DOT_VARIABLE), is_permitted=tiles_permitted())
 
 
 @cache

@@ -26,6 +26,7 @@ from kvpilot_engine.text.testing import (
     read_mask,
     sample_randomly,
 )
+from kvpilot_engine.text.tool_definitions import MAX_TOOLS
 from kvpilot_engine.text.tool_dialects import DIALECTS, ToolDialect
 
 MERGED = (b'{"', b'"name', b'": "', b"arguments", b"parameters", b"get_weather", b"<tool_call>", b"</tool", b"\n ")
@@ -290,3 +291,15 @@ def test_content_alone_is_a_grammar_without_tools() -> None:
     assert plan.grammar is not None
     assert plan.grammar.kind is GrammarKind.JSON_OBJECT
     assert plan.new_parser() is None
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "json"])
+def test_as_many_tools_as_are_allowed_can_be_followed(smollm2_text: ModelText, name: str) -> None:
+    stamp = {"at": {"type": "string", "format": "date-time"}, "note": {"type": "string"}}
+    tools = [make_tool(f"tool_{i}", {"type": "object", "properties": {f"p{i}": {}, **stamp}}) for i in range(MAX_TOOLS)]
+    text = make_model_text(TOOL_TEMPLATES[name], tokenizer=smollm2_text.tokenizer)
+    plan = plan_output({"tools": tools}, text)
+    assert plan.grammar is not None
+    compiler = GrammarCompiler(lambda: text.tokenizer, num_logits=text.tokenizer.vocab_size)
+    assert len(read_mask(compiler.compile(plan.grammar))) > 40_000

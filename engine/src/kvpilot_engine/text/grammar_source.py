@@ -2,7 +2,7 @@
 
 The door (`validate_grammar`) and the engine child (`constraints`) read the same source under the same limits, so what
 passed the door compiles there too. Measured on one core, the lexer's limits amount to at most about 0.1 s to compile a
-grammar and 4 ms for one mask; usual schemas take 2 ms and 0.02 ms.
+grammar and 10 ms for one mask; usual schemas take 1 ms and 0.005 ms.
 
 Imported on first use only: a server that nobody asks for structured output never loads llguidance.
 """
@@ -28,7 +28,7 @@ MAX_REMEMBERED = 64
 def new_limits() -> LLParserLimits:
     return LLParserLimits(
         initial_lexer_fuel=150_000,
-        step_lexer_fuel=50_000,
+        step_lexer_fuel=100_000,  # text beside 128 tools of a family without marks needs 50,000
         step_max_items=50_000,
         max_lexer_states=50_000,
         max_grammar_size=200_000,

@@ -14,7 +14,8 @@ LISTED = set(re.findall(r"`([a-z_]+)`", REQUESTS))
 
 
 def names_in_tables() -> set[str]:
-    rows = re.findall(r"^\| ((?:`[a-z_]+`(?:, )?)+) \|", REQUESTS, re.MULTILINE)
+    fields = REQUESTS[: REQUESTS.index("### Structured output")]
+    rows = re.findall(r"^\| ((?:`[a-z_]+`(?:, )?)+) \|", fields, re.MULTILINE)
     return {name for row in rows for name in re.findall(r"`([a-z_]+)`", row)}
 
 

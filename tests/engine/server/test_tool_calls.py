@@ -114,14 +114,6 @@ async def test_log_probabilities_go_with_calls_and_content(start: Start) -> None
     assert streamed == whole
 
 
-async def test_output_that_its_grammar_forbids_is_an_error_of_that_request_only(start: Start) -> None:
-    kit = await serve(start, "no JSON")
-    response = await kit.chat("@", response_format={"type": "json_object"})
-    assert response.status == 500
-    assert (await response.json())["error"]["code"] == "engine_error"
-    assert (await kit.chat("@", max_tokens=2)).status == 200
-
-
 @pytest.mark.parametrize(
     "fields",
     [

@@ -281,15 +281,20 @@ class AsyncEngine:
             for observe in self._on_step:
                 observe(message)
             self._requests.deliver(message.outputs)
+            if message.snapshot is not None:
+                self._note_snapshot(message.snapshot)
         elif isinstance(message, EngineSnapshot):
-            self._snapshot = message
-            self._ooms.note(message.oom_events)
+            self._note_snapshot(message)
         elif isinstance(message, RequestRefused):
             self._requests.deliver_refusal(message)
         elif isinstance(message, Ready):
             self._on_ready(message)
         elif isinstance(message, Failed):
             self._fail(message.exit_code, message.termination)
+
+    def _note_snapshot(self, snapshot: EngineSnapshot) -> None:
+        self._snapshot = snapshot
+        self._ooms.note(snapshot.oom_events)
 
     def _on_ready(self, message: Ready) -> None:
         self._snapshot = message.snapshot

@@ -51,6 +51,8 @@ from kvpilot_engine.service.tuning_watch import TuningFile, TuningRequest
 _LOG = logging.getLogger(__name__)
 HEARTBEAT_S = 0.5
 """Most seconds between two snapshots of an idle child."""
+SNAPSHOT_S = 0.05
+"""Most seconds between two snapshots of a busy one; what begins or ends a request is told at once."""
 TUNING_POLL_S = 0.25
 MEMORY_REPORT_S = 0.5
 """Least seconds between two looks at what the system counts; a step must not pay for it each time."""
@@ -345,19 +347,25 @@ class EngineLoop:
     def _send(
         self, outputs: tuple[SequenceOutput, ...], refused: list[RequestRefused] | None, *, is_news: bool
     ) -> None:
+        has_ended = False
         for output in outputs:
             if output.finish_reason is not None:
+                has_ended = True
                 self._runner.forget(output.request_id)
         for refusal in refused or ():
             self._connection.send(refusal)
         stepped = bool(outputs) or bool(self._runner.step_kind)
+        silent_s = self._clock.monotonic() - self._snapshot_at
+        is_due = silent_s >= (SNAPSHOT_S if stepped else HEARTBEAT_S)
+        snapshot = self._take_snapshot() if has_ended or is_news or refused is not None or is_due else None
         if stepped:
             self._connection.send(
-                StepOutputs(outputs, self._runner.step_kind, self._runner.step_s, tuple(self._runner.queue_times_s))
+                StepOutputs(
+                    outputs, self._runner.step_kind, self._runner.step_s, tuple(self._runner.queue_times_s), snapshot
+                )
             )
-        overdue = self._clock.monotonic() - self._snapshot_at >= HEARTBEAT_S
-        if stepped or is_news or refused is not None or overdue:
-            self._connection.send(self._take_snapshot())
+        elif snapshot is not None:
+            self._connection.send(snapshot)
 
     def _take_snapshot(self) -> EngineSnapshot:
         now = self._clock.monotonic()

@@ -46,6 +46,8 @@ class StepOutputs:
     step_s: float = 0.0
     queue_times_s: tuple[float, ...] = ()
     """For each request that was scheduled for the first time: seconds from its arrival in the child."""
+    snapshot: EngineSnapshot | None = None
+    """How the engine stands after it, now and then: one message costs a wake-up less than two."""
 
 
 class RefusalKind(StrEnum):
@@ -100,7 +102,7 @@ class OOMEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSnapshot:
-    """Everything the parent may tell about the child, sent after every step, after every command and when idle."""
+    """All that the parent may tell about the child: after commands and ends, now and then while busy, and when idle."""
 
     sent_at: float
     """time.monotonic() of the machine; the parent derives the age from it."""

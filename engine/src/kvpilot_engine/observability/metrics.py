@@ -101,11 +101,10 @@ class EngineMetrics:
             "request_params_max_tokens", "request_params_max_tokens", "max_tokens of a request.", _LENGTHS
         )
         self.num_choices = twin("request_params_n", "request_params_n", "n of a request.", _CHOICES)
-        self._step_s = Histogram(
+        step_s = Histogram(
             PREFIX + "step_seconds", "Time of one step.", labelnames=["kind"], buckets=_STEP_S, registry=registry
         )
-        for kind in STEP_KINDS:
-            self._step_s.labels(kind)
+        self._step_s_by_kind = {kind: step_s.labels(kind) for kind in STEP_KINDS}
         self._rejected = Counter(
             PREFIX + "requests_rejected", "API calls refused, by error code.", labelnames=["code"], registry=registry
         )
@@ -119,7 +118,7 @@ class EngineMetrics:
             self._rejected.labels(code)
 
     def observe_step(self, kind: str, seconds: float, queue_times_s: Iterable[float]) -> None:
-        self._step_s.labels(kind).observe(seconds)
+        self._step_s_by_kind[kind].observe(seconds)
         for queue_time_s in queue_times_s:
             self.queue_s.observe(queue_time_s)
 

@@ -47,6 +47,11 @@ class AnswerShape(Protocol):
     @property
     def chunk_object(self) -> str: ...
 
+    @property
+    def tells_prompt_once(self) -> bool:
+        """prompt_logprobs stand beside the choices, not in each of them."""
+        ...
+
     def whole_choice(self, index: int, choice: WholeChoice, logprobs: LogprobShape | None) -> dict[str, object]: ...
 
     def opening_choice(self, index: int) -> bytes | None:
@@ -61,6 +66,7 @@ class AnswerShape(Protocol):
 class ChatShape:
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    tells_prompt_once = True
 
     def whole_choice(self, index: int, choice: WholeChoice, logprobs: LogprobShape | None) -> dict[str, object]:
         message: dict[str, object] = {"role": "assistant", "content": "".join(choice.text), "refusal": None}
@@ -100,6 +106,7 @@ class ChatShape:
 class CompletionShape:
     whole_object = "text_completion"
     chunk_object = "text_completion"
+    tells_prompt_once = False
 
     def whole_choice(self, index: int, choice: WholeChoice, logprobs: LogprobShape | None) -> dict[str, object]:
         return {
@@ -140,7 +147,7 @@ class AnswerWriter:
     def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> dict[str, object]:
         """The answer of a call that is not streamed."""
         answer = {**self._head(self._shape.whole_object), "choices": self._whole_choices(choices), "usage": usage.body}
-        if self._call.shows_prompt_logprobs and isinstance(self._shape, ChatShape):
+        if self._call.shows_prompt_logprobs and self._shape.tells_prompt_once:
             answer["prompt_logprobs"] = self._logprobs.prompt(choices[0].prompt_logprobs)
         return answer
 
@@ -164,7 +171,7 @@ class AnswerWriter:
         told: list[dict[str, object]] = []
         for choice in choices:
             answer = self._shape.whole_choice(len(told), choice, self._token_logprobs)
-            if self._call.shows_prompt_logprobs and isinstance(self._shape, CompletionShape):
+            if self._call.shows_prompt_logprobs and not self._shape.tells_prompt_once:
                 answer["prompt_logprobs"] = self._logprobs.prompt(choice.prompt_logprobs)
             told.append(answer)
         return told

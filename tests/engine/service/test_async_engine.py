@@ -97,7 +97,7 @@ async def test_normal_end_never_aborts(kit: EngineKit) -> None:  # B21
 
 
 async def test_cancelled_consumer_aborts_waiting_request(kit: EngineKit) -> None:  # B21
-    engine = await kit.start(FakeModelLoader(step_s=0.01, max_num_seqs=1), max_num_seqs=1)
+    engine = await kit.start(FakeModelLoader(step_s=0.05, max_num_seqs=1), max_num_seqs=1)
 
     async def consume(name: str) -> None:
         async with engine.generate([kit.request(name, max_tokens=100, ignore_eos=True)]) as stream:

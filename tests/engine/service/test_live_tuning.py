@@ -57,7 +57,7 @@ async def test_changed_share_is_applied_and_acknowledged(kit: EngineKit, tmp_pat
 async def test_shrink_below_what_is_in_use_is_deferred_until_it_is_free(kit: EngineKit, tmp_path: Path) -> None:
     path = tmp_path / "tuning.json"
     write(path, 1, 0.9)
-    engine = await kit.start(FakeModelLoader(step_s=0.01, max_model_len=128), tuning_file=path)
+    engine = await kit.start(FakeModelLoader(step_s=0.05, max_model_len=128), tuning_file=path)
     request = {"max_tokens": 60, "ignore_eos": True}
     streams = [engine.generate([kit.request(f"r{i}", prompt=chr(97 + i) * 60, **request)]) for i in range(3)]
     await kit.until(lambda: engine.snapshot.stats.num_blocks_used > 40)

@@ -23,7 +23,7 @@ demo-down: ## leave nothing of the demo behind
 	@$(PY) -m kvpilot_tools.demo down
 
 ##@ Check it
-.PHONY: test test-fast test-engine test-operator test-files test-cluster lint
+.PHONY: test test-fast test-engine fuzz test-operator test-files test-cluster lint
 test: setup-all ## every test, the ones on the local cluster included (root on Linux)
 	@$(MAKE) --no-print-directory test-files test-engine test-operator test-cluster
 	@echo "make test: everything passed"
@@ -38,6 +38,9 @@ test-files: setup-operator ## contracts, chart rendering, tools
 
 test-engine: setup ## the engine, the real small model included
 	@$(PYTEST) tests/engine
+
+fuzz: setup ## thousands of requests generated from /openapi.json, four minutes; EXAMPLES=1000 for each operation, SEED=4
+	@KVPILOT_FUZZ_EXAMPLES=$(or $(EXAMPLES),1000) KVPILOT_FUZZ_SEED=$(or $(SEED),4) $(PYTEST) tests/engine/server/test_openapi_fuzz.py
 
 test-operator: setup-all ## the operator against the real API server, in an environment without torch
 	@$(OPERATOR_PY) -m pytest tests/operator

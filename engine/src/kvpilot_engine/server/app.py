@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from kvpilot_engine.observability.logging_setup import request_id_var
 from kvpilot_engine.observability.metric_families import EngineReading
 from kvpilot_engine.observability.metrics import EngineMetrics
-from kvpilot_engine.server import openai_routes, ops_routes
+from kvpilot_engine.server import openai_routes, openapi, ops_routes
 from kvpilot_engine.server.api_keys import ApiKeys, read_key_file
 from kvpilot_engine.server.app_context import CONTEXT, AppContext
 from kvpilot_engine.server.call_log import CLIENT_GONE, call_log_of
@@ -54,6 +54,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings, registry: Collecto
     app[ops_routes.REGISTRY] = registry
     app.add_routes(openai_routes.routes)
     app.add_routes(ops_routes.routes)
+    app.add_routes(openapi.routes)
 
     async def close(_: web.Application) -> None:
         context.close()

@@ -15,6 +15,8 @@ from kvpilot_engine.errors import InvalidRequestError
 from kvpilot_engine.text.text_validation import require_encodable
 
 _SHOWN_CHARACTERS = 40
+_EXACT = 2.0**53
+"""Up to here a float64 that is whole is exactly that integer."""
 Body = TypeVar("Body", bound=BaseModel)
 
 
@@ -37,7 +39,7 @@ def _parse_object(raw: bytes) -> dict[str, object]:
     if not raw.strip():
         raise InvalidRequestError("the body is empty; a JSON object is needed")
     try:
-        value = json.loads(raw, parse_constant=_refuse_constant)
+        value = json.loads(raw, parse_constant=_refuse_constant, parse_float=_read_number)
     except RecursionError:
         raise InvalidRequestError("the body is nested too deeply") from None
     except ValueError as error:
@@ -45,6 +47,12 @@ def _parse_object(raw: bytes) -> dict[str, object]:
     if not isinstance(value, dict):
         raise InvalidRequestError("the body must be a JSON object")
     return value
+
+
+def _read_number(text: str) -> float:
+    """JSON has one kind of number: 5.0 is the integer 5, and clients whose language has no integers send it."""
+    value = float(text)
+    return int(value) if value.is_integer() and abs(value) <= _EXACT else value
 
 
 def _refuse_constant(name: str) -> object:

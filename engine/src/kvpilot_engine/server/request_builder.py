@@ -103,9 +103,9 @@ class RequestBuilder:
     def tokenize(self, raw: bytes) -> dict[str, object]:
         body = parse_body(TokenizeBody, raw)
         self._check_model(body.model)
+        tools = parse_tools(body.tools)
         if body.messages is not None:
             self._check_text_length(sum(_content_size(message) for message in body.messages), "messages")
-            tools = parse_tools(body.tools)
             ids = self._text.encode_chat(
                 [message.model_dump(exclude_unset=True) for message in body.messages],
                 tools=None if tools is None else tools.definitions,

@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
-from kvpilot_engine.core.grammar import ConstraintCompiler
+from kvpilot_engine.core.grammar import ConstraintCompiler, TokenMask
 from kvpilot_engine.core.ids import TokenId
 from kvpilot_engine.core.memory_report import MemoryReport
 from kvpilot_engine.core.ports import ModelRunner
@@ -71,9 +72,10 @@ class AlphabetRunner:
 
     def _choose(self, sequence: ScheduledSequence) -> TokenId:
         if not self._said:
-            return _next_token(sequence.token_ids[-1])
+            return _follow_mask(_next_token(sequence.token_ids[-1]), sequence.token_mask)
         position = sequence.num_output_tokens
-        return TokenId(self._said[position]) if position < len(self._said) else END
+        token = TokenId(self._said[position]) if position < len(self._said) else END
+        return _follow_mask(token, sequence.token_mask)
 
     def _obey(self) -> str:
         time.sleep(self._step_s)
@@ -98,6 +100,15 @@ def _next_token(token: TokenId) -> TokenId:
     if ord("A") <= token < ord("Z"):
         return TokenId(token + 1)
     return END if token == ord("Z") else TokenId(ord("A"))
+
+
+def _follow_mask(token: TokenId, mask: TokenMask | None) -> TokenId:
+    """As a sampler does: in place of a token that the grammar forbids comes END if it may end, else the lowest id."""
+    if mask is None:
+        return token
+    words = cast(Any, mask)
+    candidates = (token, END, *map(TokenId, range(VOCAB_SIZE)))
+    return next(t for t in candidates if int(words[t // 32]) >> (t % 32) & 1)
 
 
 def make_logprobs(token: TokenId, num_top: int) -> TokenLogprobs:

@@ -53,6 +53,7 @@ async def error_of(response: ClientResponse, status: int) -> dict[str, Any]:
         ({"seed": 2**64}, "seed"),
         ({"stop": ""}, "stop"),
         ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": "x" * 1025}, "stop"),
         ({"stop": "\ud800"}, "stop"),
         ({"stop_token_ids": [999_999]}, "stop_token_ids"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),

@@ -18,6 +18,8 @@ from kvpilot_engine.text.structured_output import GRAMMAR_FIELDS
 _LOG = logging.getLogger(__name__)
 MAX_CHOICES = 128
 MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+"""Of one stop string: what may become one is compared again with each token."""
 MAX_BAD_WORDS = 128
 MAX_PRIORITY = 2**31 - 1
 MAX_SALT = 256
@@ -157,6 +159,11 @@ class GenerationBody(RequestBody):
         stops = self.stop_strings
         if len(stops) > MAX_STOPS:
             raise InvalidRequestError(f"stop has {len(stops)} entries; at most {MAX_STOPS} are allowed", param="stop")
+        longest = max(map(len, stops), default=0)
+        if longest > MAX_STOP_CHARS:
+            raise InvalidRequestError(
+                f"stop holds a string of {longest} characters; at most {MAX_STOP_CHARS} are allowed", param="stop"
+            )
         if "" in stops:
             raise InvalidRequestError("stop holds an empty string, which would end every text", param="stop")
         return self

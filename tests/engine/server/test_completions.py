@@ -235,6 +235,22 @@ async def test_request_past_its_deadline_is_ended_and_freed(start: Start) -> Non
     await kit.until(lambda: kit.gauges() == (0, 0, 0))
 
 
+@pytest.mark.parametrize("is_chat", [True, False])
+async def test_ids_are_told_when_asked_for(kit: Kit, is_chat: bool) -> None:
+    ask = kit.chat if is_chat else kit.complete
+    options = {"max_tokens": 9, "stop": "Z!", "return_token_ids": True}  # Z is held back: it may begin a stop string
+    body = await (await ask("xX", **options)).json()
+    choice = body["choices"][0]
+    assert choice["token_ids"] == [*b"YZ", END]
+    assert (body if is_chat else choice)["prompt_token_ids"] == list(b"xX")
+    events = (await kit.events(await ask("xX", stream=True, **options)))[:-1]
+    choices = [event["choices"][0] for event in events]
+    assert choices[0]["prompt_token_ids"] == list(b"xX")
+    assert [i for choice in choices for i in choice.get("token_ids", ())] == [*b"YZ", END]
+    assert not any("prompt_token_ids" in choice for choice in choices[1:])
+    assert "token_ids" not in (await (await ask("xX", max_tokens=1)).json())["choices"][0]
+
+
 async def test_default_names_and_aliases_are_served(kit: Kit) -> None:
     body = await (await kit.client.get("/v1/models")).json()
     assert [model["id"] for model in body["data"]] == ["fake", "alias"]

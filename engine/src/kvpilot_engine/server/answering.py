@@ -33,7 +33,10 @@ Batches = AsyncGenerator[Sequence[Delta], None]
 async def answer_whole(
     request: web.Request, call: PreparedCall, generation: Generation, writer: AnswerWriter, log: CallLog
 ) -> web.Response:
-    candidates = [WholeChoice(prompt_logprobs=candidate.prompt_logprobs) for candidate in generation.candidates]
+    candidates = [
+        WholeChoice(prompt_logprobs=candidate.prompt_logprobs, prompt_ids=candidate.request.prompt_token_ids)
+        for candidate in generation.candidates
+    ]
     async with contextlib.aclosing(generation.batches()) as batches:
         async for deltas in batches:
             for delta in deltas:

@@ -43,6 +43,8 @@ class Candidate:
         self._held: deque[TokenLogprobs] = deque()
         self._untold: tuple[ToldToken, ...] = ()
         """Tokens without text of their own (control tokens): they are told with what follows."""
+        self._tells_ids = call.tells_ids
+        self._untold_ids: tuple[TokenId, ...] = ()
         self.prompt_logprobs: list[TokenLogprobs] = []
         """Of all prompt tokens but the first; complete with the first output token."""
         self.num_output_tokens = 0
@@ -79,8 +81,10 @@ class Candidate:
             text, tokens = self._echo.text + text, self._take_echo() + tokens
         text, calls, finish_reason = self._read_calls(text, reason)
         tokens, self._untold = self._untold + tokens, ()
+        output_ids, self._untold_ids = self._untold_ids + output.new_token_ids if self._tells_ids else (), ()
         if not text and not calls and reason is None:
             tokens, self._untold = (), tokens
+            output_ids, self._untold_ids = (), output_ids
         return Delta(
             self.index,
             text,
@@ -88,6 +92,7 @@ class Candidate:
             piece.matched if piece.matched is not None else stop_id,
             tokens,
             calls,
+            output_ids,
         )
 
     def _read_calls(self, text: str, reason: FinishReason | None) -> tuple[str, tuple[ToolCallDelta, ...], str | None]:

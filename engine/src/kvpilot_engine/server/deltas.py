@@ -33,6 +33,8 @@ class Delta:
     """The tokens that this text consists of, when log-probabilities are told."""
     calls: tuple[ToolCallDelta, ...] = ()
     """News of tool calls, at most one entry per call."""
+    output_ids: tuple[TokenId, ...] = ()
+    """All tokens generated since the last news, when ids are told."""
 
     @property
     def is_news(self) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from json.encoder import encode_basestring
 from typing import Protocol
 
+from kvpilot_engine.core.ids import TokenId
 from kvpilot_engine.core.token_logprobs import TokenLogprobs
 from kvpilot_engine.server.deltas import Delta, ToldToken, Usage
 from kvpilot_engine.server.json_body import encode_json
@@ -26,14 +27,17 @@ class WholeChoice:
     text: list[str] = field(default_factory=list)
     tokens: list[ToldToken] = field(default_factory=list)
     calls: WholeCalls = field(default_factory=WholeCalls)
+    output_ids: list[TokenId] = field(default_factory=list)
     finish_reason: str = ""
     stop_reason: str | int | None = None
     prompt_logprobs: Sequence[TokenLogprobs] = ()
+    prompt_ids: Sequence[TokenId] = ()
 
     def take(self, delta: Delta) -> None:
         self.text.append(delta.text)
         self.tokens += delta.tokens
         self.calls.take(delta.calls)
+        self.output_ids += delta.output_ids
         if delta.finish_reason is not None:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
@@ -49,7 +53,7 @@ class AnswerShape(Protocol):
 
     @property
     def tells_prompt_once(self) -> bool:
-        """prompt_logprobs stand beside the choices, not in each of them."""
+        """What is told of the prompt stands beside the choices, not in each of them."""
         ...
 
     def whole_choice(self, index: int, choice: WholeChoice, logprobs: LogprobShape | None) -> dict[str, object]: ...
@@ -149,20 +153,32 @@ class AnswerWriter:
         answer = {**self._head(self._shape.whole_object), "choices": self._whole_choices(choices), "usage": usage.body}
         if self._call.shows_prompt_logprobs and self._shape.tells_prompt_once:
             answer["prompt_logprobs"] = self._logprobs.prompt(choices[0].prompt_logprobs)
+        if self._call.tells_ids and self._shape.tells_prompt_once:
+            answer["prompt_token_ids"] = choices[0].prompt_ids
         return answer
 
     def events(self, delta: Delta, usage: Usage | None) -> bytes:
         """The events that carry a delta. `usage` where each chunk is to tell it."""
         index = delta.candidate
         parts: list[bytes] = []
-        if index not in self._opened:
+        is_first = index not in self._opened
+        if is_first:
             self._opened.add(index)
             opening = self._shape.opening_choice(index)
             if opening is not None:
                 parts.append(opening)
         parts += self._shape.chunk_choices(index, delta, self._token_logprobs)
+        if self._call.tells_ids:
+            self._add_ids(parts, delta, is_first=is_first)
         end = self._chunk_end if usage is None else b'],"usage":%b}\n\n' % encode_json(usage.body)
         return b"".join([b"%b%b%b" % (self._chunk_start, part, end) for part in parts])
+
+    def _add_ids(self, parts: list[bytes], delta: Delta, *, is_first: bool) -> None:
+        """The prompt's ids go with the first chunk of a choice, the output's with the last one of this delta."""
+        if is_first:
+            ids = encode_json(self._call.requests[delta.candidate].prompt_token_ids)
+            parts[0] = b'%b,"prompt_token_ids":%b}' % (parts[0][:-1], ids)
+        parts[-1] = b'%b,"token_ids":%b}' % (parts[-1][:-1], encode_json(delta.output_ids))
 
     def usage_event(self, usage: Usage) -> bytes:
         return b'%b],"usage":%b}\n\n' % (self._chunk_start, encode_json(usage.body))
@@ -173,6 +189,10 @@ class AnswerWriter:
             answer = self._shape.whole_choice(len(told), choice, self._token_logprobs)
             if self._call.shows_prompt_logprobs and not self._shape.tells_prompt_once:
                 answer["prompt_logprobs"] = self._logprobs.prompt(choice.prompt_logprobs)
+            if self._call.tells_ids:
+                answer["token_ids"] = choice.output_ids
+                if not self._shape.tells_prompt_once:
+                    answer["prompt_token_ids"] = choice.prompt_ids
             told.append(answer)
         return told
 

@@ -44,6 +44,8 @@ class PreparedCall:
     shows_prompt_logprobs: bool
     """The answer has prompt_logprobs of its own (beside or without an echo)."""
     tokens_as_ids: bool
+    tells_ids: bool
+    """The answer has the ids of prompt and output."""
     is_streamed: bool
     include_usage: bool
     continuous_usage: bool

@@ -173,6 +173,7 @@ class RequestBuilder:
             num_top=body.wanted_logprobs[1],
             shows_prompt_logprobs=body.prompt_logprobs is not None,
             tokens_as_ids=bool(body.return_tokens_as_token_ids),
+            tells_ids=bool(body.return_token_ids),
             is_streamed=bool(body.stream),
             include_usage=body.include_usage,
             continuous_usage=body.continuous_usage,

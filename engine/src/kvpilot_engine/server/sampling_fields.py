@@ -45,7 +45,6 @@ _NOT_SUPPORTED: dict[str, tuple[object, ...]] = {
     "prediction": (),
     "prompt_embeds": (),
     "repetition_detection": (),
-    "return_token_ids": (False,),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "use_beam_search": (False,),
@@ -133,6 +132,7 @@ class GenerationBody(RequestBody):
     skip_special_tokens: bool | None = None
     prompt_logprobs: Count | None = None
     return_tokens_as_token_ids: bool | None = None
+    return_token_ids: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

@@ -9,6 +9,7 @@
     ├── DeadlineExceededError        504: the request's own deadline passed, or the engine fell silent
     ├── RequestAbortedError          the client went away, or the engine stopped before the request ended
     ├── ModelExecutionError          a step failed for a reason that is not memory
+    │   ├── GrammarTooComplexError   one request's own grammar: 400, its sequence ends and the others go on
     │   └── DeviceOutOfMemoryError   a device allocation failed; carries phase, cause and bytes
     └── StartupError                 the process can't serve: carries the exit code and the termination message
         ├── SettingsError            64: lists every bad setting
@@ -103,6 +104,10 @@ class RequestAbortedError(EngineError):
 
 class ModelExecutionError(EngineError):
     """A step failed for a reason other than memory."""
+
+
+class GrammarTooComplexError(ModelExecutionError):
+    """A request's own grammar became too complex to follow: the client's fault, seen only on the way."""
 
 
 class DeviceOutOfMemoryError(ModelExecutionError):

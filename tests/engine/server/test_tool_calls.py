@@ -141,3 +141,11 @@ async def test_tools_are_refused_where_the_template_ignores_them(kit: Kit) -> No
 async def test_tokenize_shows_the_tools_to_the_template(json_kit: Kit) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
     assert (await (await json_kit.client.post("/tokenize", json=body)).json())["tokens"] == list(b"hi1")
+
+
+async def test_grammar_that_becomes_too_complex_is_a_bad_request_and_the_engine_goes_on(start: Start) -> None:
+    kit = await serve(start, "aaa")
+    refused = await kit.chat("@", guided_grammar='start: "a" start')
+    assert refused.status == 400, await refused.text()
+    assert "too complex to follow" in (await refused.json())["error"]["message"]
+    assert (await kit.chat("@", guided_regex="a+")).status == 200

@@ -13,7 +13,7 @@ import pytest
 
 from kvpilot_engine.core.grammar import GrammarKind, GrammarSpec
 from kvpilot_engine.core.ids import TokenId
-from kvpilot_engine.errors import InvalidRequestError, ModelExecutionError
+from kvpilot_engine.errors import GrammarTooComplexError, InvalidRequestError, ModelExecutionError
 from kvpilot_engine.text.constraints import MASK_BUDGET_S, GrammarCompiler
 from kvpilot_engine.text.model_text import ModelText
 from kvpilot_engine.text.testing import make_tokenizer, read_mask, sample_randomly
@@ -215,6 +215,18 @@ def test_a_hostile_grammar_ends_in_an_answer_or_an_error(compiler: GrammarCompil
         assert len(str(error)) < 500  # noqa: PT017  either way is right; what matters is that it ends
 
 
+def test_a_grammar_that_becomes_too_complex_is_the_requests_fault(compiler: GrammarCompiler) -> None:
+    constraint = compiler.compile(GrammarSpec(GrammarKind.LARK, 'start: "a" start'))
+    with pytest.raises(GrammarTooComplexError, match="became too complex to follow"):
+        sample_randomly(constraint, seed=0, max_tokens=2000)
+
+
+@pytest.mark.parametrize("expression", [r"[^\s\S]", r"a[^\s\S]"])
+def test_a_grammar_that_nothing_matches_is_refused(compiler: GrammarCompiler, expression: str) -> None:
+    with pytest.raises(InvalidRequestError, match="can't be followed"):
+        compiler.compile(regex(expression))
+
+
 def ticking(step_s: float) -> Callable[[], float]:
     def ticks() -> Iterator[float]:
         now = 0.0
@@ -227,7 +239,7 @@ def ticking(step_s: float) -> Callable[[], float]:
 
 def test_a_sequence_whose_masks_cost_too_much_ends_with_an_error(tokenizer: Tokenizer) -> None:
     slow = GrammarCompiler(lambda: tokenizer, num_logits=NUM_LOGITS, thread_time=ticking(MASK_BUDGET_S / 10))
-    with pytest.raises(ModelExecutionError, match=r"costs more than 0\.5 s and 1 ms a token"):
+    with pytest.raises(GrammarTooComplexError, match=r"costs more than 0\.5 s and 1 ms a token"):
         sample_randomly(slow.compile(regex("a{100}")), seed=0, max_tokens=100)
 
 

@@ -40,12 +40,13 @@ class TokenConstraint(Protocol):
     def compute_mask(self) -> TokenMask:
         """The tokens that may come next; an end token among them where the grammar may end. Changes nothing.
 
-        Raises ModelExecutionError when there is none or it can't be computed; the sequence then ends.
+        Raises GrammarTooComplexError when there is none or it can't be computed; the sequence then ends.
         """
         ...
 
     def accept(self, token_id: TokenId) -> None:
-        """Follow a sampled token. Raises ModelExecutionError when the grammar does not allow it.
+        """Follow a sampled token. Raises ModelExecutionError when the grammar does not allow it, GrammarTooComplexError
+        when it can't be followed further; the sequence then ends.
 
         Not called for a stop token that ends the sequence.
         """

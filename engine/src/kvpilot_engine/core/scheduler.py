@@ -36,7 +36,7 @@ from kvpilot_engine.core.sequence import Sequence
 from kvpilot_engine.core.settings import SchedulerSettings
 from kvpilot_engine.core.stopping import check_stop
 from kvpilot_engine.core.waiting_queue import WaitingQueue
-from kvpilot_engine.errors import ModelExecutionError
+from kvpilot_engine.errors import GrammarTooComplexError, ModelExecutionError
 
 
 @dataclass(slots=True)
@@ -283,7 +283,7 @@ class Scheduler:
                 masks[request_id] = sequence.constraint.compute_mask()
             except ModelExecutionError as error:
                 del planning.reservations[request_id]
-                planning.rejected.append(self._fail(sequence, str(error)))
+                planning.rejected.append(self._fail(sequence, str(error), is_refusal=_is_refusal(error)))
         return masks
 
     def _commit(self, reservation: Reservation, result: ModelRunnerOutput) -> SequenceOutput | None:
@@ -301,15 +301,17 @@ class Scheduler:
             self._end(sequence, FinishReason.LENGTH)
             return sequence.build_output(prompt_logprobs=prompt_logprobs)
         token_id = result.sampled[request_id]
-        message = ""
+        message, is_refusal = "", False
         try:
             reason = self._append(sequence, token_id)
         except ModelExecutionError as error:
-            reason, message = FinishReason.ERROR, str(error)
+            reason, message, is_refusal = FinishReason.ERROR, str(error), _is_refusal(error)
         if reason is not None:
             self._end(sequence, reason)
         logprobs = (result.logprobs[request_id],) if sequence.request.sampling.logprobs is not None else ()
-        return sequence.build_output((token_id,), message, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+        return sequence.build_output(
+            (token_id,), message, is_refusal=is_refusal, logprobs=logprobs, prompt_logprobs=prompt_logprobs
+        )
 
     def _append(self, sequence: Sequence, token_id: TokenId) -> FinishReason | None:
         """Take a sampled token; the reason to end after it. A grammar that is complete ends as a stop token does."""
@@ -322,9 +324,9 @@ class Scheduler:
         constraint.accept(token_id)
         return FinishReason.STOP if constraint.is_complete else reason
 
-    def _fail(self, sequence: Sequence, message: str) -> SequenceOutput:
+    def _fail(self, sequence: Sequence, message: str, *, is_refusal: bool = False) -> SequenceOutput:
         self._end(sequence, FinishReason.ERROR)
-        return sequence.build_output((), message)
+        return sequence.build_output((), message, is_refusal=is_refusal)
 
     def _count(self, sequence: Sequence, num_tokens: int) -> None:
         if not sequence.is_counted:
@@ -351,3 +353,8 @@ class Scheduler:
         sequence.finish(reason)
         self.counters.finished[reason.value] += 1
         self.block_size_advisor.note(sequence.num_prompt_tokens, sequence.num_output_tokens)
+
+
+def _is_refusal(error: ModelExecutionError) -> bool:
+    """True when the sequence's own grammar is to blame."""
+    return isinstance(error, GrammarTooComplexError)

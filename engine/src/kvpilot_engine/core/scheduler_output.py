@@ -107,6 +107,8 @@ class SequenceOutput:
     num_output_tokens: int = 0
     message: str = ""
     """For people, when finish_reason is ERROR."""
+    is_refusal: bool = False
+    """With ERROR: the request itself is to blame, not the engine."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     """One per new token, when they were asked for."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()

@@ -152,6 +152,7 @@ class Sequence:
         new_token_ids: tuple[TokenId, ...] = (),
         message: str = "",
         *,
+        is_refusal: bool = False,
         logprobs: tuple[TokenLogprobs, ...] = (),
         prompt_logprobs: tuple[TokenLogprobs, ...] = (),
     ) -> SequenceOutput:
@@ -164,6 +165,7 @@ class Sequence:
             num_cached_tokens=self.num_cached_tokens,
             num_output_tokens=self.num_output_tokens,
             message=message,
+            is_refusal=is_refusal,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
         )

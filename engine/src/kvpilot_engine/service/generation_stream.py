@@ -13,7 +13,7 @@ from typing import Self
 
 from kvpilot_engine.core.ids import RequestId
 from kvpilot_engine.core.scheduler_output import FinishReason, SequenceOutput
-from kvpilot_engine.errors import EngineError, ModelExecutionError, RequestAbortedError
+from kvpilot_engine.errors import EngineError, InvalidRequestError, ModelExecutionError, RequestAbortedError
 
 
 class GenerationStream:
@@ -68,6 +68,8 @@ class GenerationStream:
         if item.finish_reason is not None:
             self._open.discard(item.request_id)
         if item.finish_reason is FinishReason.ERROR:
+            if item.is_refusal:
+                raise InvalidRequestError(item.message)
             raise ModelExecutionError(item.message or "the engine could not go on with this request")
         if item.finish_reason is FinishReason.ABORT:
             raise RequestAbortedError("the engine ended this request before its last token")

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from kvpilot_engine.core.grammar import ConstraintCompiler, GrammarSpec, TokenConstraint
 from kvpilot_engine.core.ids import TokenId
-from kvpilot_engine.errors import InvalidRequestError, ModelExecutionError, StartupError
+from kvpilot_engine.errors import GrammarTooComplexError, InvalidRequestError, ModelExecutionError, StartupError
 from kvpilot_engine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # at run time on first use only
@@ -108,10 +108,11 @@ class _Vocabulary:
         from kvpilot_engine.text.grammar_source import build_source, new_limits, shorten
 
         matcher = LLMatcher(self._tokens, build_source(grammar), log_level=0, limits=new_limits())
-        if not matcher.is_error():
-            self.compute_mask(matcher)
+        is_empty = matcher.is_error() or not self.compute_mask(matcher).any()
         if matcher.is_error():
             raise InvalidRequestError(f"the grammar can't be followed: {shorten(matcher.get_error())}")
+        if is_empty:
+            raise InvalidRequestError("the grammar can't be followed: no token of this model's vocabulary begins it")
         return matcher
 
     def compute_mask(self, matcher: LLMatcher) -> BitMask:
@@ -148,6 +149,8 @@ class _GrammarConstraint(TokenConstraint):
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._thread_time = thread_time
+        self._mask: BitMask | None = None
+        """The last one computed."""
         self._budget_s = MASK_BUDGET_S
         self._has_ended = False
 
@@ -156,13 +159,14 @@ class _GrammarConstraint(TokenConstraint):
         mask = self._vocabulary.compute_mask(self._matcher)
         self._budget_s -= self._thread_time() - started_at
         if self._matcher.is_error():
-            raise self._describe("the grammar became too complex to follow")
+            raise GrammarTooComplexError(self._describe("the grammar became too complex to follow"))
         if self._budget_s < 0:
-            raise ModelExecutionError(
+            raise GrammarTooComplexError(
                 f"the grammar costs more than {MASK_BUDGET_S:g} s and {MASK_BUDGET_PER_TOKEN_S * 1000:g} ms a token"
             )
         if not mask.any():
-            raise ModelExecutionError("the grammar allows no token of this model's vocabulary here")
+            raise GrammarTooComplexError("the grammar allows no token of this model's vocabulary here")
+        self._mask = mask
         return mask
 
     def accept(self, token_id: TokenId) -> None:
@@ -170,15 +174,18 @@ class _GrammarConstraint(TokenConstraint):
         if self._matcher.is_stopped() and token_id in self._vocabulary.end_ids:
             self._has_ended = True
             return
+        mask, self._mask = self._mask, None
         if not self._matcher.consume_token(token_id):
-            raise self._describe(f"the grammar does not allow token {token_id}")
+            if mask is not None and mask[token_id // _WORD_BITS] >> (token_id % _WORD_BITS) & 1:
+                raise GrammarTooComplexError(self._describe("the grammar became too complex to follow"))
+            raise ModelExecutionError(self._describe(f"the grammar does not allow token {token_id}"))
         self._has_ended = self._has_ended or token_id in self._vocabulary.end_ids
 
     @property
     def is_complete(self) -> bool:
         return self._has_ended or self._matcher.is_stopped()
 
-    def _describe(self, what: str) -> ModelExecutionError:
+    def _describe(self, what: str) -> str:
         from kvpilot_engine.text.grammar_source import shorten
 
-        return ModelExecutionError(f"{what}: {shorten(self._matcher.get_error())}")
+        return f"{what}: {shorten(self._matcher.get_error())}"

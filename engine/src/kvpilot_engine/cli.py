@@ -21,6 +21,7 @@ from kvpilot_engine.core.settings import CacheSettings, SchedulerSettings
 from kvpilot_engine.errors import ExitCode, SettingsError
 from kvpilot_engine.execution.cpu_threads import limit_spinning
 from kvpilot_engine.execution.settings import ExecutionSettings
+from kvpilot_engine.execution.start_times import StartTimes
 from kvpilot_engine.flags import build_help, build_reference
 from kvpilot_engine.kernels.compile_cache import prepare_compile_cache
 from kvpilot_engine.models.source import resolve_model
@@ -54,12 +55,14 @@ class ExecutionModelLoader:
     def load(self, utilization: float) -> ServingModel:
         limit_spinning(os.environ)
         prepare_compile_cache(os.environ)
-        from kvpilot_engine.execution.loading import load_engine  # numba, perhaps torch: in the child only
-        from kvpilot_engine.text.constraints import GrammarCompiler  # numpy
+        times = StartTimes()
+        with times.part("imports"):  # numba, perhaps torch: in the child only
+            from kvpilot_engine.execution.loading import load_engine
+            from kvpilot_engine.text.constraints import GrammarCompiler
 
         path = resolve_model(self.model, revision=self.revision)
         execution = replace(self.execution, model=path, memory_utilization=utilization)
-        engine = load_engine(execution, self.cache, self.scheduler, on_progress=_log_progress)
+        engine = load_engine(execution, self.cache, self.scheduler, on_progress=_log_progress, times=times)
         # The child has no use for text but to follow grammars: the tokenizer is read when the first one comes.
         constraints = GrammarCompiler(partial(load_tokenizer, self.tokenizer or path), num_logits=engine.vocab_size)
         return replace(engine, constraints=constraints)

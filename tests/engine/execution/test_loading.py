@@ -112,7 +112,12 @@ def test_a_loaded_engine_serves_and_accounts_for_every_byte(settings: ExecutionS
         on_progress=lambda *what: progress.append(what),
     )
     assert engine.runner.execute(make_plan([1, 2, 3])).sampled.keys() == {"a"}
-    assert progress == [("weights", 1, 2), ("weights", 2, 2), ("warmup", 0, 1), ("warmup", 1, 1)]
+    assert [what for what in progress if what[0] != "kernels"] == [
+        ("weights", 1, 2),
+        ("weights", 2, 2),
+        ("warmup", 0, 1),
+        ("warmup", 1, 1),
+    ]
     assert engine.max_model_len == 256  # the model's own limit
     assert engine.vocab_size == 301
 

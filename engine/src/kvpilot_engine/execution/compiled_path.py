@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numba
 
 from kvpilot_engine.core.settings import SchedulerSettings
 from kvpilot_engine.execution.compiled_model_runner import CompiledModelRunner
-from kvpilot_engine.execution.compiled_weights import CompiledWeights, load_compiled_weights, weights_bytes
+from kvpilot_engine.execution.compiled_weights import (
+    CompiledWeights,
+    layouts_of,
+    load_compiled_weights,
+    weights_bytes,
+)
 from kvpilot_engine.execution.compiled_workspace import CompiledWorkspace
 from kvpilot_engine.execution.compute_path import OnCount
 from kvpilot_engine.execution.device_memory import DeviceMemory
 from kvpilot_engine.execution.fault_injection import FaultInjection
 from kvpilot_engine.execution.paged_kv_storage import KVDtype, PagedKVStorage, check_block_layout
 from kvpilot_engine.execution.sampler_peak import sampler_bound_bytes
+from kvpilot_engine.kernels.compile_ahead import compile_decoder_parts
+from kvpilot_engine.kernels.compile_attention import compile_attention
+from kvpilot_engine.kernels.compile_sampling import compile_sampling
 from kvpilot_engine.kernels.paged_attention import HeadLayout
 from kvpilot_engine.models.decoder_config import DecoderConfig
 from kvpilot_engine.models.weight_source import WeightSource
@@ -51,6 +61,17 @@ class CompiledPath:
         arena = _allocate(config, scheduler.max_num_batched_tokens, block_size=16).size_bytes
         tables = 2 * 8 * scheduler.max_num_seqs * max_model_len // 8
         return arena + tables + sampler_bound_bytes(config.vocab_size)
+
+    def compile_kernels(self, source: WeightSource) -> Callable[[], None]:
+        layouts = layouts_of(source, quantize_plain=self._quantize_plain)
+        activation = str(source.config.activation)
+
+        def compile_all() -> None:
+            compile_decoder_parts(layouts, [activation])
+            compile_attention(self._kv_dtype.element_bytes)
+            compile_sampling()
+
+        return compile_all
 
     def load_weights(self, source: WeightSource, *, max_positions: int, on_progress: OnCount) -> None:
         self._weights = load_compiled_weights(

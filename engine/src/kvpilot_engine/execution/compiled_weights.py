@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvpilot_engine.kernels.packed_matrix import PackedMatrix, RawMatrix, pack_matrices, packed_size_bytes
+from kvpilot_engine.kernels.packed_matrix import PackedMatrix, RawMatrix, layout_for, pack_matrices, packed_size_bytes
 from kvpilot_engine.kernels.weight_memory import WeightMemory
 from kvpilot_engine.models.decoder_config import DecoderConfig
 from kvpilot_engine.models.rotary_tables import rotary_tables
@@ -54,12 +54,6 @@ class CompiledWeights:
     norm: Floats
     head: PackedMatrix
     """The embedding itself where the two are tied."""
-
-    @property
-    def layouts(self) -> frozenset[int]:
-        """Of all matrices that are multiplied with."""
-        matrices = [self.head, *(matrix for layer in self.layers for matrix in layer.matrices)]
-        return frozenset[int]().union(*(matrix.layouts for matrix in matrices))
 
 
 def load_compiled_weights(
@@ -131,3 +125,11 @@ def weights_bytes(source: WeightSource, *, max_positions: int, quantize_plain: b
             storage = str(source.read_stored(name).storage)
             total += packed_size_bytes(storage, *shape, quantize_plain=quantize_plain)
     return total
+
+
+def layouts_of(source: WeightSource, *, quantize_plain: bool) -> frozenset[int]:
+    """The layouts that the matrices will have, told by the checkpoint's header alone: kernels can be compiled early."""
+    matrices = (name for name, shape in tensor_shapes(source.config).items() if len(shape) > 1)
+    return frozenset(
+        layout_for(str(source.read_stored(name).storage), quantize_plain=quantize_plain) for name in matrices
+    )

@@ -45,6 +45,13 @@ class ComputePath(Protocol):
         """The most that a step takes beside weights and KV cache."""
         ...
 
+    def compile_kernels(self, source: WeightSource) -> Callable[[], None]:
+        """What to run, on another thread while the weights are read, so that no step has to compile.
+
+        The header is read now: the source may be closed before the work is done.
+        """
+        ...
+
     def load_weights(self, source: WeightSource, *, max_positions: int, on_progress: OnCount) -> None:
         """Read all weights; they are kept here. Called once."""
         ...

@@ -12,8 +12,10 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from types import TracebackType
 
 from kvpilot_engine.core.grammar import ConstraintCompiler
 from kvpilot_engine.core.memory_report import MemoryReport
@@ -29,6 +31,7 @@ from kvpilot_engine.execution.device_memory import DeviceMemory, HostMemory
 from kvpilot_engine.execution.fault_injection import FaultInjection
 from kvpilot_engine.execution.memory_budget import MemoryBudget
 from kvpilot_engine.execution.settings import ExecutionSettings
+from kvpilot_engine.execution.start_times import StartTimes
 from kvpilot_engine.execution.token_budget import choose_token_budget, measure_tokens_per_s
 from kvpilot_engine.models.decoder_config import DecoderConfig
 from kvpilot_engine.models.weights import open_weights
@@ -37,7 +40,7 @@ _LOG = logging.getLogger(__name__)
 DEVICE_NAME = "cpu"
 
 OnProgress = Callable[[str, int, int], None]
-"""Called with (stage, done, of): stages are `weights` and `warmup`."""
+"""Called with (stage, done, of): stages are `weights`, `kernels` (when they are waited for) and `warmup`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +104,9 @@ def load_engine(
     on_progress: OnProgress | None = None,
     memory: HostMemory | None = None,
     faults: FaultInjection | None = None,
+    times: StartTimes | None = None,
 ) -> LoadedEngine:
-    """Load a model for one process.
+    """Load a model for one process. What took how long is logged, with the parts that `times` has already.
 
     Raises SettingsError, ModelNotFoundError, DoesNotFitError, DeviceContendedError, or DeviceOutOfMemoryError (phase
     load or warmup).
@@ -110,11 +114,13 @@ def load_engine(
     check_settings(settings)
     memory = memory or HostMemory(override_bytes=settings.device_memory_bytes)
     faults = faults or FaultInjection.from_environ(os.environ)
+    times = times or StartTimes()
     phase = OOMPhase.LOAD
     try:
         faults.pass_by(phase)
-        path = choose_path(settings)
-        path.open_thread_pools(settings.num_threads or container_cpus())
+        with times.part("imports"):
+            path = choose_path(settings)
+            path.open_thread_pools(settings.num_threads or container_cpus())
         base_bytes = memory.process_bytes()
         with open_weights(settings.model) as source:
             config = source.config
@@ -139,11 +145,14 @@ def load_engine(
             # as for the budget: with no length asked for, one block must at least fit
             needed = early.required_bytes(settings.max_model_len or cache.block_size)
             check_not_contended(memory, needed - base_bytes)
-            path.load_weights(
-                source,
-                max_positions=max_model_len,
-                on_progress=lambda done, of: _report(on_progress, "weights", done, of),
-            )
+            with _Compilation(path.compile_kernels(source), times, on_progress), times.part("weights"):
+                path.load_weights(
+                    source,
+                    max_positions=max_model_len,
+                    on_progress=lambda done, of: _report(on_progress, "weights", done, of),
+                )
+        # compiling leaves its own memory behind: it belongs to the process, not to a step
+        base_bytes = max(base_bytes, memory.process_bytes() - weights_bytes)
         phase = OOMPhase.WARMUP
         faults.pass_by(phase)
         _report(on_progress, "warmup", 0, 1)
@@ -155,17 +164,20 @@ def load_engine(
             )
 
         # the null block alone: steps before the pool exists
-        if settings.step_target_s is not None:
-            scheduler = _set_token_budget(settings.step_target_s, scheduler, make_runner(0))
-        plan = build_warmup_plan(scheduler, max_model_len)
-        peak = measure_peak_growth(memory, partial(make_runner(0).execute, plan)) or 0
+        with times.part("warm-up"):
+            if settings.step_target_s is not None:
+                scheduler = _set_token_budget(settings.step_target_s, scheduler, make_runner(0))
+            plan = build_warmup_plan(scheduler, max_model_len)
+            peak = measure_peak_growth(memory, partial(make_runner(0).execute, plan)) or 0
         _report(on_progress, "warmup", 1, 1)
         budget = build_budget(scheduler, base_bytes, peak)
         # a longer length than the early one would not have tables: the measured peak can only shorten it
         max_model_len = min(max_model_len, _resolve_length(settings, budget, config))
         num_blocks = budget.num_blocks_at(max(settings.memory_utilization, settings.max_memory_utilization))
+        runner = make_runner(num_blocks, faults)
+        _LOG.info("%s", times.describe())
         return LoadedEngine(
-            runner=make_runner(num_blocks, faults),
+            runner=runner,
             cache=replace(cache, window=config.window),
             scheduler=replace(scheduler, max_model_len=max_model_len),
             num_blocks=num_blocks,
@@ -183,6 +195,34 @@ def load_engine(
             raise
         failure = to_device_oom(error, phase, memory)
     raise failure
+
+
+class _Compilation:
+    """Compiles on a thread of its own while the body runs; leaving waits for it and raises what it raised."""
+
+    def __init__(self, compile_kernels: Callable[[], None], times: StartTimes, on_progress: OnProgress | None) -> None:
+        self._compile_kernels = compile_kernels
+        self._times = times
+        self._on_progress = on_progress
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compile-kernels")
+
+    def __enter__(self) -> None:
+        self._done = self._executor.submit(self._run)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None and not self._done.done():
+            _report(self._on_progress, "kernels", 0, 1)
+            self._done.result()
+            _report(self._on_progress, "kernels", 1, 1)
+        self._executor.shutdown(wait=True)
+        if error is None:
+            self._done.result()
+
+    def _run(self) -> None:
+        with self._times.part("kernels"):
+            self._compile_kernels()
 
 
 def check_settings(settings: ExecutionSettings) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from kvpilot_engine.core.settings import SchedulerSettings
@@ -12,6 +14,7 @@ from kvpilot_engine.execution.kv_cache_tensors import KVCacheTensors, kv_bytes_p
 from kvpilot_engine.execution.sampler_peak import sampler_bound_bytes
 from kvpilot_engine.execution.step_runner import rows_of_logits
 from kvpilot_engine.execution.torch_model_runner import TorchModelRunner
+from kvpilot_engine.kernels.compile_sampling import compile_sampling
 from kvpilot_engine.layers.linear import padded_rows
 from kvpilot_engine.layers.torch_attention import KEY_GROUP, MAX_PAIRS, QUERY_TILE
 from kvpilot_engine.models.decoder_config import DecoderConfig
@@ -71,6 +74,9 @@ class TorchPath:
         )
         logits = padded_rows(rows_of_logits(config.vocab_size)) * (config.vocab_size + 2 * config.hidden_size) * _FLOAT
         return in_layer + pairs * per_pair + planned + logits + sampler_bound_bytes(config.vocab_size)
+
+    def compile_kernels(self, source: WeightSource) -> Callable[[], None]:  # noqa: ARG002  torch brings its own
+        return compile_sampling
 
     def load_weights(self, source: WeightSource, *, max_positions: int, on_progress: OnCount) -> None:
         self._model = load_torch_decoder(source, max_positions=max_positions, on_progress=on_progress)

@@ -186,7 +186,7 @@ def is_quantizable(storage: str) -> bool:
 
 def packed_size_bytes(storage: str, num_rows: int, num_columns: int, *, quantize_plain: bool = False) -> int:
     """What pack_matrices would need for a matrix, before any of it is read."""
-    layout = LAYOUTS[_layout_for(storage, quantize_plain=quantize_plain)]
+    layout = LAYOUTS[layout_for(storage, quantize_plain=quantize_plain)]
     blocks = -(-num_rows // OUTPUTS)
     return blocks * (layout.block_bytes(padded_columns(num_columns, layout)) + 4 * OUTPUTS)
 
@@ -213,7 +213,7 @@ def pack_matrices(
     if len(columns) != 1 or len(bias_of_row) != len(rows):
         raise ValueError(f"matrices of {sorted(columns)} columns and {len(bias_of_row)} biases don't make one matrix")
     with_layout = [
-        (_layout_for(matrix.storage, quantize_plain=quantize_plain), matrix, bias)
+        (layout_for(matrix.storage, quantize_plain=quantize_plain), matrix, bias)
         for matrix, bias in zip(rows, bias_of_row, strict=True)
     ]
     parts = []
@@ -223,7 +223,8 @@ def pack_matrices(
     return PackedMatrix(columns.pop(), tuple(parts))
 
 
-def _layout_for(storage: str, *, quantize_plain: bool) -> int:
+def layout_for(storage: str, *, quantize_plain: bool) -> int:
+    """The place in LAYOUTS of a matrix stored like this; SettingsError when there is none."""
     if storage not in _LAYOUT_OF_STORAGE:
         raise SettingsError([f"weights of type {storage}: supported are {', '.join(_LAYOUT_OF_STORAGE)}"])
     return Q8_0 if quantize_plain and storage in _PLAIN_TYPES else _LAYOUT_OF_STORAGE[storage]

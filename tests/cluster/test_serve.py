@@ -14,7 +14,7 @@ from kvpilot_tools.manifests import example
 
 pytestmark = pytest.mark.cluster
 
-QUESTION: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is the capital of Japan?"}]
 
 
 def test_the_example_answers_streamed_and_not(
@@ -28,7 +28,7 @@ def test_the_example_answers_streamed_and_not(
     whole = client.chat.completions.create(model=name, messages=QUESTION, max_tokens=24, temperature=0)
     text = whole.choices[0].message.content
     assert text is not None
-    assert "Paris" in text
+    assert "Tokyo" in text
     assert whole.usage is not None
     assert whole.usage.completion_tokens <= 24
 

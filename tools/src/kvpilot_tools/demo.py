@@ -22,7 +22,7 @@ from kvpilot_tools.repository import EXAMPLE, ROOT
 from kvpilot_tools.traffic import Outcomes, ask, drive, wait_routed
 
 READY_LIMIT_S = 300.0
-QUESTION = "What is the capital of France? Answer in one sentence."
+QUESTION = "What is the capital of Japan? Answer in one sentence."
 console = Console(highlight=False)
 
 

@@ -58,6 +58,9 @@ _STOP = nullable({"type": ["string", "integer"]})
 _FUNCTION = closed({"name": STRING, "arguments": STRING})
 _PROMPT_LOGPROBS = listed(nullable(mapped(closed({"logprob": NUMBER, "rank": INTEGER, "decoded_token": STRING}))))
 _LENGTHS = mapped(COUNT)
+_IDS = listed(COUNT)
+_OUTPUT_IDS = {"token_ids": _IDS}
+"""Told with return_token_ids only."""
 _COST = closed(
     {"block_size": COUNT, "waste_ratio": RATIO, "wasted_tokens": NUMBER, "wasted_bytes": COUNT, "table_len": NUMBER}
 )
@@ -162,12 +165,13 @@ ANSWERS: dict[str, Schema] = {
                         "logprobs": nullable(ref("ChatLogprobs")),
                         "finish_reason": _FINISH,
                         "stop_reason": _STOP,
-                    }
+                    },
+                    _OUTPUT_IDS,
                 )
             ),
             "usage": ref("Usage"),
         },
-        {"prompt_logprobs": _PROMPT_LOGPROBS},
+        {"prompt_logprobs": _PROMPT_LOGPROBS, "prompt_token_ids": _IDS},
     ),
     "Completion": closed(
         {
@@ -182,7 +186,7 @@ ANSWERS: dict[str, Schema] = {
                         "finish_reason": _FINISH,
                         "stop_reason": _STOP,
                     },
-                    {"prompt_logprobs": _PROMPT_LOGPROBS},
+                    {"prompt_logprobs": _PROMPT_LOGPROBS, "prompt_token_ids": _IDS, **_OUTPUT_IDS},
                 )
             ),
             "usage": ref("Usage"),
@@ -212,7 +216,7 @@ ANSWERS: dict[str, Schema] = {
                         "logprobs": nullable(ref("ChatLogprobs")),
                         "finish_reason": nullable(_FINISH),
                     },
-                    {"stop_reason": _STOP},
+                    {"stop_reason": _STOP, "prompt_token_ids": _IDS, **_OUTPUT_IDS},
                 )
             ),
         },
@@ -230,7 +234,7 @@ ANSWERS: dict[str, Schema] = {
                         "logprobs": nullable(ref("CompletionLogprobs")),
                         "finish_reason": nullable(_FINISH),
                     },
-                    {"stop_reason": _STOP},
+                    {"stop_reason": _STOP, "prompt_token_ids": _IDS, **_OUTPUT_IDS},
                 )
             ),
         },

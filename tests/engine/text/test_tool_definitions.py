@@ -77,6 +77,7 @@ def with_function(**changed: Any) -> list[Any]:
         (with_function(name="find"), None, None, "tools[1].function.name"),
         (with_function(name=None), None, None, "tools[1].function.name"),
         (with_function(strict="yes"), None, None, "tools[1].function.strict"),
+        (with_function(description=5), None, None, "tools[1].function.description"),
         (with_function(parameters=[]), None, None, "tools[1].function.parameters"),
         (with_function(parameters={"type": "string"}), None, None, "tools[1].function.parameters.type"),
         (TOOLS, "any", None, "tool_choice"),

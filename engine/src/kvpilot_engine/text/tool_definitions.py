@@ -122,6 +122,10 @@ def _parse_tool(tool: object, place: str) -> Tool:
             f"{place}.function.name is {name!r:.80}; it must be 1 to 64 letters, digits, _, - or dots",
             param=f"{place}.function.name",
         )
+    if not isinstance(function.get("description"), str | None):
+        raise InvalidRequestError(
+            f"{place}.function.description must be a string", param=f"{place}.function.description"
+        )
     strict = function.get("strict")
     if strict is not None and not isinstance(strict, bool):
         raise InvalidRequestError(f"{place}.function.strict must be true or false", param=f"{place}.function.strict")

@@ -109,9 +109,10 @@ async def _usage_of(session: aiohttp.ClientSession, target: Target, text: str) -
         async with session.post(
             target.url + target.path, json=body, headers=target.headers, timeout=timeout
         ) as response:
-            answer: Any = await response.json(content_type=None)
             if response.status != 200:
-                raise PromptSizeError(f"{target.url}{target.path} answered {response.status}: {str(answer)[:300]}")
+                said = (await response.text())[:300]
+                raise PromptSizeError(f"{target.url}{target.path} answered {response.status}: {said}")
+            answer: Any = await response.json(content_type=None)
     except (aiohttp.ClientError, ValueError, TimeoutError) as error:
         raise PromptSizeError(f"{target.url}{target.path}: {type(error).__name__}: {error}") from error
     usage = answer.get("usage") if isinstance(answer, dict) else None

@@ -176,10 +176,10 @@ async def find_model(session: aiohttp.ClientSession, url: str, api_key: str | No
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         async with session.get(f"{url}/v1/models", headers=headers) as response:
+            if response.status != 200:
+                raise CannotStartError(f"{url}/v1/models answered {response.status}: {(await response.text())[:300]}")
             answer: Any = await response.json(content_type=None)
-            if response.status == 200:
-                return str(answer["data"][0]["id"])
-            raise CannotStartError(f"{url}/v1/models answered {response.status}: {str(answer)[:300]}")
+            return str(answer["data"][0]["id"])
     except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, IndexError, TypeError) as error:
         raise CannotStartError(f"no model from {url}/v1/models: {type(error).__name__}: {error}") from error
 

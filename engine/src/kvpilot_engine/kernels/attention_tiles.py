@@ -27,6 +27,8 @@ from kvpilot_engine.kernels.simd import F16, F32, F32X16, I32, I32X16, I64, LANE
 KEY_GROUP = 128
 """Keys whose softmax is taken at once; the results of groups are joined in rising order."""
 CHUNK = LANES
+CHUNKS_AHEAD = 4
+"""So many entries of chunks stand in a table of addresses behind those that are computed, to be fetched early."""
 HALF_BYTES = 2
 _MASKED = -1.0e30
 """Below every score, and finite: the difference of two masked ones is 0, not NaN."""
@@ -99,27 +101,35 @@ def score_tile(
     num_chunks: Any,  # noqa: ARG001
     head_dim: Any,  # noqa: ARG001
     scores: Any,  # noqa: ARG001
+    needed_soon: Any,  # noqa: ARG001
 ) -> Emission:
     """scores[r, :16 * num_chunks] = queries[:, r] · keys.
 
-    num_rows and lanes are constants, `storage` is an array of the cache (for its type), `runs` a table of addresses.
+    num_rows and lanes are constants, `storage` is an array of the cache (for its type), `runs` a table of addresses;
+    `needed_soon` is another one of the same length: what lies there is fetched into the cache meanwhile.
     """
     rows, width = _constants(num_rows, lanes)
     size = storage.dtype.bitwidth // 8
     runs_per_chunk = CHUNK // width
-    signature = types.void(num_rows, lanes, storage, *[types.int64] * 5)
+    signature = types.void(num_rows, lanes, storage, *[types.int64] * 6)
 
     def emit(context: Any, builder: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
         simd = Simd(builder)
-        query, table, out = (_pointer(simd, arguments[place]) for place in (3, 4, 7))
+        query, table, out, soon_table = (_pointer(simd, arguments[place]) for place in (3, 4, 7, 8))
         num_chunks, head_dim = arguments[5:7]
 
         def emit_chunks(first: Value, count: int) -> None:
-            entries = simd.at(table, simd.times(first, 8 * runs_per_chunk))
-            addresses = [
-                _pointer(simd, simd.load(simd.at(entries, 8 * index), I64, 8))
-                for index in range(count * runs_per_chunk)
-            ]
+            def read_addresses(table: Value, ahead: int = 0) -> list[Value]:
+                entries = simd.at(table, simd.times(builder.add(first, ir.Constant(I64, ahead)), 8 * runs_per_chunk))
+                return [
+                    _pointer(simd, simd.load(simd.at(entries, 8 * index), I64, 8))
+                    for index in range(count * runs_per_chunk)
+                ]
+
+            addresses = read_addresses(table)
+            # tiles as wide as this are prefill's, which comes back to the same keys and values many times
+            is_decode = rows < _ROWS_WIDE
+            soon = read_addresses(soon_table) + read_addresses(table, CHUNKS_AHEAD) if is_decode else []
             sums = [[simd.variable(simd.splat_f32(0.0)) for _ in range(count)] for _ in range(rows)]
             with simd.loop(head_dim) as element:
                 offset = simd.times(element, width * size)
@@ -127,6 +137,8 @@ def score_tile(
                     _load_keys(simd, addresses[chunk * runs_per_chunk : (chunk + 1) * runs_per_chunk], offset, size)
                     for chunk in range(count)
                 ]
+                for address in soon:
+                    simd.prefetch(simd.at(address, offset))
                 packed = simd.at(query, simd.times(element, rows * 4))
                 for row, places in enumerate(sums):
                     value = simd.broadcast_f32(simd.at(packed, 4 * row))

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from kvpilot_engine.kernels.attention_tiles import (
     CHUNK,
+    CHUNKS_AHEAD,
     KEY_GROUP,
     exp_f32,
     fetch_add,
@@ -39,7 +40,8 @@ TILE_ROWS = 48
 """Query rows (tokens times query heads) of one prefill item: what its scores and sums take fits into a core's cache."""
 ITEM_FIELDS = 6
 """sequence, first row, rows, first position, first group and end group: 0, 0 for all of the rows' groups."""
-RUNS = KEY_GROUP // 8
+RUNS = (KEY_GROUP + CHUNKS_AHEAD * CHUNK) // 8
+"""Of an item's table of addresses: a group's and those that follow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,43 +133,53 @@ def _pack_queries(
 
 @kernel
 def _score_rows(
-    storage: Storage, lanes: int, queries: int, runs: int, num_chunks: int, head_dim: int, scores: int, total: int
+    storage: Storage,
+    lanes: int,
+    queries: int,
+    runs: int,
+    needed_soon: int,
+    num_chunks: int,
+    head_dim: int,
+    scores: int,
+    total: int,
 ) -> None:
     done = 0
+    soon = needed_soon
     while done < total:
         size = _tile_size(total - done)
         query = queries + done * head_dim * 4
         score = scores + done * KEY_GROUP * 4
         if lanes == 16:
             if size == 12:
-                score_tile(12, 16, storage, query, runs, num_chunks, head_dim, score)
+                score_tile(12, 16, storage, query, runs, num_chunks, head_dim, score, soon)
             elif size == 8:
-                score_tile(8, 16, storage, query, runs, num_chunks, head_dim, score)
+                score_tile(8, 16, storage, query, runs, num_chunks, head_dim, score, soon)
             elif size == 6:
-                score_tile(6, 16, storage, query, runs, num_chunks, head_dim, score)
+                score_tile(6, 16, storage, query, runs, num_chunks, head_dim, score, soon)
             elif size == 4:
-                score_tile(4, 16, storage, query, runs, num_chunks, head_dim, score)
+                score_tile(4, 16, storage, query, runs, num_chunks, head_dim, score, soon)
             elif size == 3:
-                score_tile(3, 16, storage, query, runs, num_chunks, head_dim, score)
+                score_tile(3, 16, storage, query, runs, num_chunks, head_dim, score, soon)
             elif size == 2:
-                score_tile(2, 16, storage, query, runs, num_chunks, head_dim, score)
+                score_tile(2, 16, storage, query, runs, num_chunks, head_dim, score, soon)
             else:
-                score_tile(1, 16, storage, query, runs, num_chunks, head_dim, score)
+                score_tile(1, 16, storage, query, runs, num_chunks, head_dim, score, soon)
         elif size == 12:
-            score_tile(12, 8, storage, query, runs, num_chunks, head_dim, score)
+            score_tile(12, 8, storage, query, runs, num_chunks, head_dim, score, soon)
         elif size == 8:
-            score_tile(8, 8, storage, query, runs, num_chunks, head_dim, score)
+            score_tile(8, 8, storage, query, runs, num_chunks, head_dim, score, soon)
         elif size == 6:
-            score_tile(6, 8, storage, query, runs, num_chunks, head_dim, score)
+            score_tile(6, 8, storage, query, runs, num_chunks, head_dim, score, soon)
         elif size == 4:
-            score_tile(4, 8, storage, query, runs, num_chunks, head_dim, score)
+            score_tile(4, 8, storage, query, runs, num_chunks, head_dim, score, soon)
         elif size == 3:
-            score_tile(3, 8, storage, query, runs, num_chunks, head_dim, score)
+            score_tile(3, 8, storage, query, runs, num_chunks, head_dim, score, soon)
         elif size == 2:
-            score_tile(2, 8, storage, query, runs, num_chunks, head_dim, score)
+            score_tile(2, 8, storage, query, runs, num_chunks, head_dim, score, soon)
         else:
-            score_tile(1, 8, storage, query, runs, num_chunks, head_dim, score)
+            score_tile(1, 8, storage, query, runs, num_chunks, head_dim, score, soon)
         done += size
+        soon = runs  # once is enough
 
 
 @kernel
@@ -262,7 +274,17 @@ def _attend_item(
             offset = tables[sequence, place // runs_per_block] * block_bytes + place % runs_per_block * run_bytes
             runs[0, run] = key_base + offset
             runs[1, run] = value_base + offset
-        _score_rows(keys, lanes, packed.ctypes.data, key_runs, num_chunks, head_dim, weights.ctypes.data, total)
+        # what follows is only asked for early: keys of the next group, or again the values of this one
+        for run in range(num_chunks * CHUNK // lanes, (num_chunks + CHUNKS_AHEAD) * CHUNK // lanes):
+            place = begin // lanes + run
+            if place * lanes <= last_position:
+                offset = tables[sequence, place // runs_per_block] * block_bytes + place % runs_per_block * run_bytes
+                runs[0, run] = key_base + offset
+            else:
+                runs[0, run] = runs[1, 0]
+        _score_rows(
+            keys, lanes, packed.ctypes.data, key_runs, value_runs, num_chunks, head_dim, weights.ctypes.data, total
+        )
         is_first = group == first_group
         first_stat = 0 if is_first else total
         for row in range(total):

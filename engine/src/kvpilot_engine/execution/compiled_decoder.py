@@ -32,6 +32,8 @@ class CompiledDecoder:
         self._config = weights.config
         self._kv_cache = kv_cache
         self._workspace = workspace
+        self._rows = workspace
+        """The workspace as the last forward used it: cut to its rows."""
         self._gated = _GATED[weights.config.activation]
         layout = kv_cache.layout
         self._layout = (layout.heads_per_kv, layout.head_dim, layout.block_size, layout.lanes)
@@ -46,25 +48,24 @@ class CompiledDecoder:
 
     def forward(self, inputs: BatchInputs) -> None:
         """The last layer's residual stays in the workspace; compute_logits takes it from there."""
-        config, space, num_rows = self._config, self._workspace, inputs.num_rows
+        if inputs.num_rows != len(self._rows.hidden):
+            self._rows = self._workspace.first(inputs.num_rows)
+        config, space = self._config, self._rows
         eps = config.rms_norm_eps
-        hidden, projected = space.hidden[:num_rows], space.projected[:num_rows]
-        normed, normed_quantized = space.normed[:num_rows], space.normed_quantized.first(num_rows)
+        hidden, projected, normed, quantized = space.hidden, space.projected, space.normed, space.normed_quantized
         self._embed(inputs.token_ids, hidden)
         items = self._plan_attention(inputs)
         has_addend = False
         for layer, kv in zip(self._weights.layers, self._kv_cache.layers, strict=True):
             if has_addend:
-                _add_and_normalize(hidden, projected, layer.attention_norm, eps, normed, normed_quantized)
+                _add_and_normalize(hidden, projected, layer.attention_norm, eps, normed, quantized)
             else:
-                rms_norm_quantize(
-                    hidden, layer.attention_norm, eps, normed, normed_quantized.values, normed_quantized.groups
-                )
+                rms_norm_quantize(hidden, layer.attention_norm, eps, normed, quantized.values, quantized.groups)
             self._attend(layer, kv, inputs, items)
             if config.post_norms:
                 rms_norm(projected, layer.attention_post_norm, eps, projected)
-            _add_and_normalize(hidden, projected, layer.mlp_norm, eps, normed, normed_quantized)
-            self._feed_forward(layer, num_rows)
+            _add_and_normalize(hidden, projected, layer.mlp_norm, eps, normed, quantized)
+            self._feed_forward(layer)
             if config.post_norms:
                 rms_norm(projected, layer.mlp_post_norm, eps, projected)
             has_addend = True
@@ -74,7 +75,7 @@ class CompiledDecoder:
         space, count = self._workspace, len(rows)
         chosen, quantized, logits = space.head_input[:count], space.head_quantized.first(count), space.logits[:count]
         # the last layer's output was not added yet: only these rows need it
-        np.add(space.hidden[rows], space.projected[rows], out=chosen)
+        np.add(self._rows.hidden[rows], self._rows.projected[rows], out=chosen)
         rms_norm_quantize(
             chosen, self._weights.norm, self._config.rms_norm_eps, chosen, quantized.values, quantized.groups
         )
@@ -102,12 +103,10 @@ class CompiledDecoder:
         return planned[np.argsort(-work, kind="stable")]
 
     def _attend(self, layer: CompiledLayer, kv: PagedLayerKV, inputs: BatchInputs, items: Integers) -> None:
-        config, space, num_rows = self._config, self._workspace, inputs.num_rows
-        qkv, attended = space.qkv[:num_rows], space.attended[:num_rows]
-        quantized = space.attended_quantized.first(num_rows)
-        linear(layer.qkv, space.normed[:num_rows], space.normed_quantized.first(num_rows), qkv)
+        config, space = self._config, self._rows
+        linear(layer.qkv, space.normed, space.normed_quantized, space.qkv)
         rotate_and_store(
-            qkv,
+            space.qkv,
             inputs.positions,
             inputs.slot_mapping,
             layer.cos,
@@ -120,7 +119,7 @@ class CompiledDecoder:
             self._layout,
         )
         attend(
-            qkv,
+            space.qkv,
             kv.keys,
             kv.values,
             inputs.block_tables,
@@ -132,18 +131,18 @@ class CompiledDecoder:
             space.attention_scratch,
             space.attention_runs,
             space.next_item,
-            attended,
+            space.attended,
         )
-        quantize_rows(attended, quantized.values, quantized.groups)
-        linear(layer.output, attended, quantized, space.projected[:num_rows])
+        quantized = space.attended_quantized
+        quantize_rows(space.attended, quantized.values, quantized.groups)
+        linear(layer.output, space.attended, quantized, space.projected)
 
-    def _feed_forward(self, layer: CompiledLayer, num_rows: int) -> None:
-        space = self._workspace
-        gate_up, gated, quantized = space.gate_up[:num_rows], space.gated[:num_rows], space.gated_quantized
-        quantized = quantized.first(num_rows)
-        linear(layer.gate_up, space.normed[:num_rows], space.normed_quantized.first(num_rows), gate_up)
-        self._gated(gate_up, gated, quantized.values, quantized.groups)
-        linear(layer.down, gated, quantized, space.projected[:num_rows])
+    def _feed_forward(self, layer: CompiledLayer) -> None:
+        space = self._rows
+        quantized = space.gated_quantized
+        linear(layer.gate_up, space.normed, space.normed_quantized, space.gate_up)
+        self._gated(space.gate_up, space.gated, quantized.values, quantized.groups)
+        linear(layer.down, space.gated, quantized, space.projected)
 
 
 def _add_and_normalize(

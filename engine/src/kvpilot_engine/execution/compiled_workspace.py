@@ -5,7 +5,7 @@ A step allocates nothing that grows with the model beyond it; its size is what t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Self
 
 import numpy as np
@@ -18,6 +18,9 @@ from kvpilot_engine.kernels.paged_attention import ITEM_FIELDS, RUNS, HeadLayout
 from kvpilot_engine.models.decoder_config import DecoderConfig
 
 Floats = npt.NDArray[np.float32]
+
+_ROW_ARRAYS = ("hidden", "normed", "qkv", "attended", "projected", "gate_up", "gated")
+_ROW_QUANTIZED = ("normed_quantized", "attended_quantized", "gated_quantized")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +74,14 @@ class CompiledWorkspace:
             attention_scratch=floats(num_threads, layout.scratch_floats()),
             attention_runs=np.empty((num_threads, 2, RUNS), np.int64),
             next_item=np.zeros(1, np.int64),
+        )
+
+    def first(self, num_rows: int) -> CompiledWorkspace:
+        """The same arrays, those with max_rows rows cut to the first; made once a step, for slicing costs."""
+        return replace(
+            self,
+            **{name: getattr(self, name)[:num_rows] for name in _ROW_ARRAYS},
+            **{name: getattr(self, name).first(num_rows) for name in _ROW_QUANTIZED},
         )
 
     @property

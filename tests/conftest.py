@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from kvpilot_engine.kernels.compile_cache import prepare_compile_cache
 from kvpilot_tools.cluster import engine_env
 from kvpilot_tools.cluster import local_cluster as clusters
 from kvpilot_tools.cluster.api_server import ApiServer
@@ -46,7 +45,11 @@ settings.load_profile("untimed")
 
 # Keep compiled kernels of this very source: numba's own place, beside the source, goes on serving what an edit
 # elsewhere has made wrong. Here, not in a hook: conftest files further down import kernels before any hook runs.
-prepare_compile_cache(os.environ)
+# The operator's tests run in an environment without the engine.
+if importlib.util.find_spec("kvpilot_engine") is not None:
+    from kvpilot_engine.kernels.compile_cache import prepare_compile_cache
+
+    prepare_compile_cache(os.environ)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -41,9 +41,10 @@ def copied_package(tmp_path: Path) -> Path:
     return root
 
 
-def _run(package: Path, cache: Path) -> tuple[str, float, float, int, int]:
+def _run(package: Path, cache: Path, **variables: str) -> tuple[str, float, float, int, int]:
     environ = {key: value for key, value in os.environ.items() if key != "NUMBA_CACHE_DIR"}
     environ |= {"PYTHONPATH": str(package), "KVPILOT_CACHE_DIR": str(cache), "PYTHONDONTWRITEBYTECODE": "1"}
+    environ |= variables
     command = [sys.executable, "-c", SCRIPT]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True, timeout=120)
     folder, first, second, hits, misses = done.stdout.strip().split("|")
@@ -67,6 +68,16 @@ def test_a_second_start_loads_and_an_edited_intrinsic_compiles_again(copied_pack
     other, *values, hits, misses = _run(copied_package, cache)
     assert other != folder
     assert (values, hits, misses) == ([-1.5, 2.0], 0, 1)
+
+
+def test_what_came_with_the_installation_is_used_under_another_path_too(copied_package: Path, tmp_path: Path) -> None:
+    """As in a pod: compiled on a machine with the same level of processor, read only, the sources mounted elsewhere."""
+    built, moved = tmp_path / "built", tmp_path / "moved"
+    _run(copied_package, built)
+    shutil.copytree(copied_package, moved)
+    folder, *values, hits, misses = _run(moved, tmp_path / "cache", KVPILOT_PREBUILT_DIR=str(built))
+    assert Path(folder).is_relative_to(tmp_path / "cache")
+    assert (values, hits, misses) == ([1.5, -2.0], 1, 0)
 
 
 def _key(folder: Path, environ: dict[str, str] | None = None, processor: str = "x") -> str:

@@ -2,13 +2,15 @@
 
 numba looks a kernel up by the file it stands in, and so would go on using one whose *other* files have changed. The
 folder is therefore named by everything that compiled code depends on: all sources of this folder, the versions of
-numba, llvmlite and Python, the processor, and the forced dot product. It lies, in this order, below
+numba, llvmlite and Python, the level of processor (compile_target.py), and the forced dot product. It lies, in this
+order, below
 
     NUMBA_CACHE_DIR       used as it is, when somebody set it
     KVPILOT_CACHE_DIR, XDG_CACHE_HOME/kvpilot or ~/.cache/kvpilot
     a private folder of this user in the system's temporary one, where none of these can be written
 
-What is loaded from there runs, so a folder that others could have written is not used.
+What is loaded from there runs, so a folder that others could have written is not used. A new folder starts with what
+came with the installation (prebuilt.py), when that was made by the same sources for the same level.
 """
 
 from __future__ import annotations
@@ -25,10 +27,14 @@ from collections.abc import Iterable, Mapping, MutableMapping
 from importlib.metadata import version
 from pathlib import Path
 
+from kvpilot_engine.kernels.compile_target import set_target
 from kvpilot_engine.kernels.cpu_features import DOT_VARIABLE, tiles_permitted
 
 NUMBA_VARIABLE = "NUMBA_CACHE_DIR"
 CACHE_VARIABLE = "KVPILOT_CACHE_DIR"
+PREBUILT_VARIABLE = "KVPILOT_PREBUILT_DIR"
+DEFAULT_PREBUILT = Path(sys.prefix) / "share" / "kvpilot"
+"""Where an installation may bring compiled kernels along; read only."""
 
 FOLDERS_KEPT = 6
 """Of the most recent versions, about 5 MB each."""
@@ -42,8 +48,11 @@ def prepare_compile_cache(environ: MutableMapping[str, str]) -> Path:
         return Path(environ[NUMBA_VARIABLE])
     if "numba" in sys.modules:
         raise RuntimeError("the compile cache is set up after numba was imported: numba has chosen its folder already")
-    key = compute_cache_key(Path(__file__).parent.glob("*.py"), environ, _describe_processor())
+    target = set_target(environ)
+    processor = _describe_processor() if target is None else str(target)
+    key = compute_cache_key(Path(__file__).parent.glob("*.py"), environ, f"{processor}\ntiles: {tiles_permitted()}")
     folder = _make_folder(candidate_roots(environ), key)
+    _copy_prebuilt(Path(environ.get(PREBUILT_VARIABLE) or DEFAULT_PREBUILT) / "kernels" / key, folder)
     environ[NUMBA_VARIABLE] = str(folder)
     _remove_old_folders(folder)
     return folder
@@ -56,7 +65,7 @@ def compute_cache_key(sources: Iterable[Path], environ: Mapping[str, str], proce
         content = source.read_bytes()
         digest.update(f"{source.name} {len(content)}\n".encode())
         digest.update(content)
-    digest.update(f"{sys.version} {version('numba')} {version('llvmlite')}\n".encode())
+    digest.update(f"{sys.implementation.cache_tag} {version('numba')} {version('llvmlite')}\n".encode())
     digest.update(f"{processor}\n{environ.get(DOT_VARIABLE, '')}\n".encode())
     return digest.hexdigest()[:20]
 
@@ -75,11 +84,7 @@ def candidate_roots(environ: Mapping[str, str]) -> list[Path]:
 
 
 def _describe_processor() -> str:
-    """Its name and what it can do; two machines of one name may differ by their hypervisor or their kernel."""
-    return f"{_processor_flags()}\ntiles: {tiles_permitted()}"
-
-
-def _processor_flags() -> str:
+    """Its name and what it can do; two machines of one name may differ by their hypervisor."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -102,6 +107,29 @@ def _make_folder(roots: Iterable[Path], key: str) -> Path:
         except OSError:
             continue
     return Path(tempfile.mkdtemp(prefix="kvpilot-kernels-"))
+
+
+def _copy_prebuilt(source: Path, folder: Path) -> None:
+    """Fills an empty folder with what was compiled elsewhere, perhaps under another path.
+
+    numba writes its files by renaming, and so does this: another start may be reading.
+    """
+    target = folder / _name_of_place(Path(__file__).parent)
+    try:
+        if not source.is_dir() or any(folder.iterdir()):
+            return
+        target.mkdir(mode=0o700)
+        for file in source.glob("*/*.nb?"):
+            unfinished = target / f"{file.name}.{os.getpid()}"
+            shutil.copyfile(file, unfinished)
+            unfinished.replace(target / file.name)
+    except OSError:
+        return  # they are compiled instead
+
+
+def _name_of_place(sources: Path) -> str:
+    """What numba calls the part of its folder for the sources of one folder."""
+    return f"{sources.name}_{hashlib.sha1(str(sources).encode(), usedforsecurity=False).hexdigest()}"
 
 
 def _is_ours_alone(folder: Path) -> bool:

@@ -15,7 +15,9 @@ from kvpilot_tools.cluster.layout import SYSTEM_STATE
 from kvpilot_tools.cluster.progress import Progress
 
 FOLDER = SYSTEM_STATE / "engine-env"
+LINKS = ("site-packages", "src", "models", "prebuilt")
 PYTHON_OF_BASE_IMAGE = (3, 11)
+COMPILE_TIMEOUT_S = 600.0
 
 _LOOK = """
 import importlib.util, json, sys, sysconfig
@@ -49,16 +51,20 @@ def find_targets(environment: Path) -> dict[str, Path]:
     targets = {"site-packages": Path(found["site-packages"])}
     if found["engine"]:
         targets["src"] = Path(found["engine"]).parent
+        targets["prebuilt"] = environment / "share" / "kvpilot"
     if found["models"]:
         targets["models"] = Path(found["models"])
     return targets
 
 
 def link(environment: Path, progress: Progress) -> None:
-    """Make or renew the links."""
+    """Make or renew the links, and compile what pods would otherwise compile at each first start."""
     targets = find_targets(environment)
+    if "prebuilt" in targets:
+        targets["prebuilt"].mkdir(parents=True, exist_ok=True)  # pods mount it, whatever is in it
+        _compile_kernels(environment, progress)
     FOLDER.mkdir(parents=True, exist_ok=True)
-    for name in ("site-packages", "src", "models"):
+    for name in LINKS:
         place = FOLDER / name
         if name not in targets:
             progress.line(f"engine pods will have no {name}: {environment} lacks the package")
@@ -68,9 +74,24 @@ def link(environment: Path, progress: Progress) -> None:
             place.symlink_to(targets[name])
 
 
+def _compile_kernels(environment: Path, progress: Progress) -> None:
+    """A minute after the kernels have changed, seconds otherwise. Pods can do without."""
+    progress.line("compiling the engine's kernels (once for each version of them)")
+    python = environment / "bin" / "python"
+    command = [str(python), "-m", "kvpilot_engine.kernels.prebuilt"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd="/", timeout=COMPILE_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        progress.line(f"no kernels within {COMPILE_TIMEOUT_S:.0f} s: pods will compile their own")
+        return
+    progress.line(
+        done.stdout.strip() if done.returncode == 0 else f"pods will compile their own: {done.stderr.strip()}"
+    )
+
+
 def remove() -> None:
     """Remove the links and their folder."""
-    for name in ("site-packages", "src", "models"):
+    for name in LINKS:
         (FOLDER / name).unlink(missing_ok=True)
     if FOLDER.exists():
         FOLDER.rmdir()

@@ -19,9 +19,9 @@ import numpy.typing as npt
 from kvpilot_engine.core.ids import RequestId, TokenId
 from kvpilot_engine.core.scheduler_output import ScheduledSequence
 from kvpilot_engine.core.token_logprobs import TokenLogprobs
-from kvpilot_engine.execution.counter_random import uniforms
 from kvpilot_engine.execution.logit_processing import needs_processing, process
 from kvpilot_engine.execution.logprobs import compute_logprobs
+from kvpilot_engine.kernels.counter_random import uniforms
 from kvpilot_engine.kernels.logit_rows import NOT_FINITE, NOTHING_ALLOWED
 from kvpilot_engine.kernels.sampling import choose_tokens
 

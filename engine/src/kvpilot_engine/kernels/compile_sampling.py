@@ -1,7 +1,7 @@
 """Compiles what sampling and log-probabilities need, or loads it from the cache.
 
 For a thread that runs while weights are read: it runs no kernel, it only makes them. The signatures are those of the
-calls, so that nothing compiles later. Draws (execution/counter_random) compile in a tenth of a second and are left out.
+calls, so that nothing compiles later.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from numba import types
 
-from kvpilot_engine.kernels import logit_edits, sampling, token_rating
+from kvpilot_engine.kernels import counter_random, logit_edits, sampling, token_rating
 
 _LOGITS = types.Array(types.float32, 2, "C")
 _ROW = types.Array(types.float32, 1, "C")
@@ -25,7 +25,10 @@ _MASK = types.Array(types.uint32, 1, "C")
 CHOICE = (_LOGITS, _LONGS, _FLOATS, _LONGS, _FLOATS, _FLOATS, _FLOATS, _LONGS)
 RATING = (_LOGITS, _LONGS, _LONGS, _LONGS, _FLOATS, _LONGS, _LONG_ROWS, _FLOAT_ROWS)
 
+_KEYS = types.Array(types.uint64, 1, "C")
+
 SIGNATURES: list[tuple[Any, tuple[Any, ...]]] = [
+    (counter_random.fill_uniforms, (_KEYS, _KEYS, _KEYS, _FLOATS)),
     (sampling.choose_share, (*CHOICE, types.int64, types.int64)),
     (sampling.choose_in_parallel, (*CHOICE, types.int64)),
     (token_rating.rate_share, (*RATING, types.int64, types.int64)),

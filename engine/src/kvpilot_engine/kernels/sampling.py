@@ -196,7 +196,7 @@ def choose_share(
     min_ps: np.ndarray,
     uniforms: np.ndarray,
     tokens: np.ndarray,
-    worker: int,
+    worker: int | np.int64,
     num_workers: int,
 ) -> None:
     size = logits.shape[1]
@@ -234,8 +234,10 @@ def choose_in_parallel(
     tokens: np.ndarray,
     num_workers: int,
 ) -> None:
-    for worker in parallel_range(num_workers):
-        choose_share(logits, rows, temperatures, top_ks, top_ps, min_ps, uniforms, tokens, worker, num_workers)
+    for worker in parallel_range(num_workers):  # an unsigned number: as it is, the share would be compiled twice
+        choose_share(
+            logits, rows, temperatures, top_ks, top_ps, min_ps, uniforms, tokens, np.int64(worker), num_workers
+        )
 
 
 def choose_tokens(

@@ -70,7 +70,7 @@ def rate_share(
     ranks: np.ndarray,
     top_ids: np.ndarray,
     top_logprobs: np.ndarray,
-    worker: int,
+    worker: int | np.int64,
     num_workers: int,
 ) -> None:
     size = logits.shape[1]
@@ -107,8 +107,10 @@ def rate_in_parallel(
     top_logprobs: np.ndarray,
     num_workers: int,
 ) -> None:
-    for worker in parallel_range(num_workers):
-        rate_share(logits, rows, targets, num_tops, logprobs, ranks, top_ids, top_logprobs, worker, num_workers)
+    for worker in parallel_range(num_workers):  # an unsigned number: as it is, the share would be compiled twice
+        rate_share(
+            logits, rows, targets, num_tops, logprobs, ranks, top_ids, top_logprobs, np.int64(worker), num_workers
+        )
 
 
 def rate_tokens(

@@ -52,6 +52,10 @@ def build_body_schemas(limits: ModelLimits) -> dict[str, Schema]:
         properties = schemas[name]["properties"]
         properties |= {field: refined[field] for field in properties.keys() & refined.keys()}
     chat, completion = schemas["ChatCompletionRequest"], schemas["CompletionRequest"]
+    text: Schema = {"type": "string"}
+    tokens = _list_of(_token(limits), at_least=1, at_most=limits.max_model_len)
+    forms = [text, _list_of(text, at_least=1), tokens, _list_of(tokens, at_least=1)]
+    completion["properties"]["prompt"] = {"anyOf": forms}
     chat["properties"]["logprobs"] = _or_null({"type": "boolean"})
     completion["properties"]["logprobs"] = _or_null(_integer(0, limits.max_logprobs))
     schemas["TokenizeRequest"]["anyOf"] = [
@@ -75,6 +79,10 @@ def _integer(lowest: int, highest: int = 0) -> Schema:
     return {"type": "integer", "minimum": lowest, **({"maximum": highest} if highest else {})}
 
 
+def _token(limits: ModelLimits) -> Schema:
+    return _integer(0, max(0, limits.vocab_size - 1))
+
+
 def _or_null(*schemas: Schema) -> Schema:
     return {"anyOf": [*schemas, _NULL], "default": None}
 
@@ -91,8 +99,7 @@ def _list_of(items: Schema, *, at_least: int = 0, at_most: int = 0) -> Schema:
 def _refinements(limits: ModelLimits) -> dict[str, Schema]:
     """Fields whose limits are not in their types."""
     longest, top = limits.max_model_len, limits.max_logprobs
-    token = _integer(0, max(0, limits.vocab_size - 1))
-    tokens = _list_of(token, at_least=1, at_most=longest)
+    token = _token(limits)
     text: Schema = {"type": "string"}
     stop: Schema = {"type": "string", "minLength": 1}
     grammar: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_GRAMMAR_CHARS}
@@ -113,7 +120,6 @@ def _refinements(limits: ModelLimits) -> dict[str, Schema]:
         "top_logprobs": _or_null(_integer(0, top)),
         "prompt_logprobs": _or_null(_integer(0, top)),
         "truncate_prompt_tokens": _or_null({"const": -1}, _integer(1, longest)),
-        "prompt": {"anyOf": [text, _list_of(text, at_least=1), tokens, _list_of(tokens, at_least=1)]},
         "tokens": _list_of(token),
         "stop": _or_null(stop, _list_of(stop, at_most=MAX_STOPS)),
         "stop_token_ids": _or_null(_list_of(token)),

@@ -37,7 +37,7 @@ def philox4x32(
 
 
 @kernel
-def _fill_uniforms(seeds: np.ndarray, choices: np.ndarray, positions: np.ndarray, draws: np.ndarray) -> None:
+def fill_uniforms(seeds: np.ndarray, choices: np.ndarray, positions: np.ndarray, draws: np.ndarray) -> None:
     for i in range(draws.size):
         seed, position = seeds[i], positions[i]
         high, low, _, _ = philox4x32(
@@ -49,5 +49,5 @@ def _fill_uniforms(seeds: np.ndarray, choices: np.ndarray, positions: np.ndarray
 def uniforms(seeds: UInt64s, choices: UInt64s, positions: UInt64s) -> npt.NDArray[np.float64]:
     """One number in [0, 1) with 53 random bits for each (seed, choice, position)."""
     draws = np.empty(seeds.size, np.float64)
-    _fill_uniforms(seeds, choices, positions, draws)
+    fill_uniforms(seeds, choices, positions, draws)
     return draws

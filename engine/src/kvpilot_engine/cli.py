@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry, disable_created_metrics
 
 from kvpilot_engine.core.settings import CacheSettings, SchedulerSettings
 from kvpilot_engine.errors import ExitCode, SettingsError
-from kvpilot_engine.execution.cpu_threads import limit_spinning
+from kvpilot_engine.execution.cpu_threads import limit_spinning, prefer_openmp
 from kvpilot_engine.execution.settings import ExecutionSettings
 from kvpilot_engine.execution.start_times import StartTimes
 from kvpilot_engine.flags import build_help, build_reference
@@ -54,6 +54,7 @@ class ExecutionModelLoader:
 
     def load(self, utilization: float) -> ServingModel:
         limit_spinning(os.environ)
+        prefer_openmp(os.environ)
         prepare_compile_cache(os.environ)
         times = StartTimes()
         with times.part("imports"):  # numba, perhaps torch: in the child only

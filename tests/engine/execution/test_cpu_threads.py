@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpilot_engine.execution.cpu_threads import SPIN_COUNT
+from kvpilot_engine.execution.cpu_threads import SPIN_COUNT, prefer_openmp
 
 LOAD = """
 import sys
@@ -52,3 +52,17 @@ def test_loading_lets_threads_spin_a_little_only_and_the_user_wins(
         timeout=120,
     )
     assert re.findall(r"GOMP_SPINCOUNT = '(\d+)'", answer.stderr) == [str(spin_count)]
+
+
+@pytest.mark.parametrize(
+    ("environ", "added"),
+    [
+        ({}, {"NUMBA_THREADING_LAYER_PRIORITY": "omp tbb workqueue"}),
+        ({"NUMBA_THREADING_LAYER": "workqueue"}, {}),
+        ({"NUMBA_THREADING_LAYER_PRIORITY": "tbb omp"}, {}),
+    ],
+)
+def test_openmp_is_preferred_unless_the_user_has_chosen(environ: dict[str, str], added: dict[str, str]) -> None:
+    expected = environ | added
+    prefer_openmp(environ)
+    assert environ == expected

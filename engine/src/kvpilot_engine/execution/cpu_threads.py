@@ -21,6 +21,13 @@ def limit_spinning(environ: MutableMapping[str, str]) -> None:
         environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
 
 
+def prefer_openmp(environ: MutableMapping[str, str]) -> None:
+    """Let numba's threads be OpenMP's where its library is installed, unless the user has chosen: numba's own kind
+    makes a decode step nearly twice as long. For a numba that is not imported yet."""
+    if not {"NUMBA_THREADING_LAYER", "NUMBA_THREADING_LAYER_PRIORITY"} & environ.keys():
+        environ["NUMBA_THREADING_LAYER_PRIORITY"] = "omp tbb workqueue"
+
+
 def container_cpus(proc_root: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
     """CPUs allowed by affinity and by the smallest cgroup quota (rounded up), at least 1."""
     allowed = len(os.sched_getaffinity(0))

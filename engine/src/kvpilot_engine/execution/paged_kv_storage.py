@@ -1,11 +1,14 @@
 """The compiled path's KV cache: one array of keys and one of values a layer, laid out as kernels/paged_attention says.
 
-Uninitialised on purpose: the kernel gives a page when it is first written, so a pool laid out for the highest cap costs
-only what has been used. Block 0 is the null block: zeroed, and read where a sequence has given up what left its window.
+The system gives a page when it is first written, so a pool laid out for the highest cap costs only what has been used.
+Block 0 is the null block: zeros, and read where a sequence has given up what left its window.
 """
 
 from __future__ import annotations
 
+import math
+import mmap
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -77,6 +80,13 @@ def check_block_layout(config: DecoderConfig, block_size: int) -> None:
 
 
 def _allocate(shape: tuple[int, ...], kind: Any) -> npt.NDArray[Any]:
-    storage = np.empty(shape, kind)
-    storage[0] = 0
-    return storage
+    """Zeroed memory of the system, on huge pages where it gives them: a step reads blocks from all over the pool."""
+    size = math.prod(shape) * np.dtype(kind).itemsize
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"can't map {size} bytes for the KV cache: {error}") from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without huge pages: slower, and right
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, kind).reshape(shape)

@@ -8,8 +8,8 @@ keys and one for values, both seen as runs of `lanes` tokens (16, or 8 where the
 
 An item of work is some rows of one sequence with all query heads of one key-value head, so that keys and values are
 loaded once for all of them. Exactness: softmax and sums are taken per KEY_GROUP of positions (from a multiple of it),
-and the groups' results are joined in rising order, whether one item does them all or several do: a row's bits are the
-same in decode, prefill and recompute, alone and in company. Slots past a row's position are never used.
+and the groups' results are joined in rising order: a row's bits are the same in decode, prefill and recompute, alone
+and in company. Slots past a row's position are never used.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ Storage = npt.NDArray[np.uint16] | npt.NDArray[np.float32]
 
 TILE_ROWS = 48
 """Query rows (tokens times query heads) of one prefill item: what its scores and sums take fits into a core's cache."""
-ITEM_FIELDS = 6
-"""sequence, first row, rows, first position, first group and end group: 0, 0 for all of the rows' groups."""
+ITEM_FIELDS = 4
+"""sequence, first row, rows, first position"""
 RUNS = (KEY_GROUP + CHUNKS_AHEAD * CHUNK) // 8
 """Of an item's table of addresses: a group's and those that follow."""
 
@@ -89,8 +89,6 @@ def plan_items(query_start: Integers, seq_lens: Integers, rows_per_item: int, it
             items[count, 1] = query_start[sequence] + done
             items[count, 2] = rows
             items[count, 3] = start + done
-            items[count, 4] = 0
-            items[count, 5] = 0
             count += 1
             done += rows
     return count

@@ -73,7 +73,7 @@ images: setup-all ## build both images with buildah or docker
 ##@ Measure it
 .PHONY: bench-peers bench-engine bench-ttft bench-server bench-scheduling
 bench-peers: setup ## llama.cpp, vLLM and transformers for bench-engine, into the user's cache, once
-	@$(PY) -m kvpilot_tools.bench.peers
+	@$(PY) -m kvpilot_tools.bench.peers $(ARGS)
 
 bench-engine: setup ## against every peer that is set up, about 25 minutes; ARGS=--quick; writes build/bench/engine.json
 	@$(PY) -m kvpilot_tools.bench.engine $(ARGS)

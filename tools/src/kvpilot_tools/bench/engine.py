@@ -223,6 +223,9 @@ async def measure_all(run: Run, layout: PeerLayout, threads: int) -> None:
         "llamacpp-no-amx": llamacpp_spec(layout, run.model, num_threads=threads, uses_amx=False),
         "vllm": vllm_spec(layout, run.model, num_threads=threads),
     }
+    # What is compiled at the first start on a machine is kept; the peers' caches were filled when they were set up.
+    with start_server(specs[OURS], log=logs / "bench-first-start.log", on_wait=run.progress.beat) as first:
+        run.add(0, OURS, "first_start", startup_s=first.startup_s)
     with contextlib.ExitStack() as stack:
         servers: dict[str, RunningServer] = {}
         for name in (OURS, *run.peers):

@@ -16,6 +16,7 @@ import contextlib
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -45,6 +46,7 @@ from kvpilot_tools.repository import BUILD
 PEER_CHOICES = ("llamacpp", "llamacpp-no-amx", "vllm", "transformers")
 _IDLE_WINDOW_S = 3.0
 _REQUEST_LIMIT_S = 240.0
+_CASE_LIMIT_S = 240.0
 _WARM_UP = Case(name="warm_up", kind="streams", num_requests=2, concurrency=2, prompt_tokens=(24,), output_tokens=(4,))
 _OVERHEAD_CASE = "streams_32"
 
@@ -125,6 +127,8 @@ def main(argv: list[str] | None = None) -> int:
         progress=progress,
         tokenizer=load_tokenizer(model),
     )
+    # a terminated run, too, wakes and ends the servers that it stopped, and keeps what it has
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         asyncio.run(measure_all(run, layout, options.threads))
     finally:
@@ -278,6 +282,11 @@ async def measure_server(run: Run, server: RunningServer, turn: int) -> None:
     try:
         await measure_case(run, server, _WARM_UP, turn + 100)
         for case in run.cases:
+            if run.progress.elapsed_s > run.time_limit_s:
+                run.progress.line(
+                    f"round {turn + 1}, {name}: the time limit is over, {case.name} and later are left out"
+                )
+                break
             server.require_alive()
             before = server.cpu()
             figures = await measure_case(run, server, case, turn)
@@ -313,18 +322,25 @@ async def measure_case(run: Run, server: RunningServer, case: Case, turn: int) -
     target = Target(url=server.url, model=SERVED_NAME, timeout_s=_REQUEST_LIMIT_S)
     plan = case.plan(_seed(case, turn))
     prompts = await prompts_of(run, case, turn)
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        result = await run_load(
-            session,
-            target,
-            plan,
-            prompts,
-            on_counts=lambda counts: run.progress.beat(f"{server.spec.name}, {case.name}: {counts.describe()}"),
-        )
+    name = server.spec.name
     try:
+        async with (
+            asyncio.timeout(_CASE_LIMIT_S),
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session,
+        ):
+            result = await run_load(
+                session,
+                target,
+                plan,
+                prompts,
+                on_counts=lambda counts: run.progress.beat(f"{name}, {case.name}: {counts.describe()}"),
+            )
         return dict(take_figures(case, result))
+    except TimeoutError:
+        run.fail(f"round {turn + 1}, {name}, {case.name}: not done after {_CASE_LIMIT_S:g} s")
+        return None
     except ValueError as error:
-        run.fail(f"round {turn + 1}, {server.spec.name}: {error}")
+        run.fail(f"round {turn + 1}, {name}: {error}")
         return None
 
 

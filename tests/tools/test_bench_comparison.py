@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvpilot_tools.bench.cases import build_cases
-from kvpilot_tools.bench.comparison import OURS, Sample, compute_ratios, ratios_json
+from kvpilot_tools.bench.comparison import OURS, Sample, compute_ratios, needed_cases, ratios_json
 from kvpilot_tools.bench.hf_folder import canonical_name, to_bfloat16, unpermute
 from kvpilot_tools.bench.peers import PeerError, keep_amx_stores
 from kvpilot_tools.bench.sample_statistics import percentile, summarize
@@ -76,6 +76,11 @@ def test_every_ratio_is_of_a_case_that_is_run() -> None:
         names = {case.name for case in build_cases(is_quick=is_quick)} | {"start"}
         entries = compute_ratios([], ["llamacpp", "llamacpp-no-amx", "vllm", "transformers"])
         assert {entry.rule.case for entry in entries} <= names
+
+
+def test_a_server_is_measured_only_in_what_a_ratio_needs() -> None:
+    assert "stress_21" not in needed_cases("llamacpp", ["llamacpp", "vllm"])
+    assert needed_cases("vllm", []) < needed_cases(OURS, ["llamacpp", "vllm"])
 
 
 def test_bfloat16_rounds_to_nearest_and_ties_to_even() -> None:

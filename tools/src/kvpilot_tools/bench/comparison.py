@@ -65,6 +65,12 @@ RULES: Mapping[str, tuple[RatioRule, ...]] = {
 }
 
 
+def needed_cases(server: str, peers: Iterable[str]) -> frozenset[str]:
+    """The cases that a ratio is made of; ours takes part in those of all peers."""
+    wanted = peers if server == OURS else (server,)
+    return frozenset(rule.case for peer in wanted for rule in RULES[peer])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
     """One entry of the result; None where a server has no sample."""

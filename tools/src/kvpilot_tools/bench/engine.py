@@ -32,7 +32,7 @@ from rich.table import Table
 from kvpilot_engine.text.model_text import load_tokenizer
 from kvpilot_engine.text.tokenizer import Tokenizer
 from kvpilot_tools.bench.cases import Case, build_cases, take_figures
-from kvpilot_tools.bench.comparison import OURS, Ratio, Sample, compute_ratios, ratios_json
+from kvpilot_tools.bench.comparison import OURS, Ratio, Sample, compute_ratios, needed_cases, ratios_json
 from kvpilot_tools.bench.load import build_prompts, run_load
 from kvpilot_tools.bench.peer_layout import PeerLayout, benchmark_model, peer_layout
 from kvpilot_tools.bench.prompts import Prompt
@@ -103,6 +103,11 @@ class Run:
         self.output.parent.mkdir(parents=True, exist_ok=True)
         self.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         return {key: value for key, value in report.items() if key != "rounds"}
+
+    def cases_of(self, server: str) -> list[Case]:
+        """What a server is measured in: all of it without peers, else what ratios and its own cost need."""
+        needed = needed_cases(server, self.peers) | {_OVERHEAD_CASE}
+        return [case for case in self.cases if not self.peers or case.name in needed]
 
     def has_time_for(self, server: str, turn: int) -> bool:
         needed = 0.0 if turn == 0 else self.unit_seconds.get(server, 0.0)
@@ -281,7 +286,7 @@ async def measure_server(run: Run, server: RunningServer, turn: int) -> None:
     server.resume()
     try:
         await measure_case(run, server, _WARM_UP, turn + 100)
-        for case in run.cases:
+        for case in run.cases_of(name):
             if run.progress.elapsed_s > run.time_limit_s:
                 run.progress.line(
                     f"round {turn + 1}, {name}: the time limit is over, {case.name} and later are left out"

@@ -32,5 +32,6 @@ def parse_model_source(source: str) -> ModelSource:
     if match := _FILE.fullmatch(source):
         return ModelSource(model=match["path"])
     raise InvalidSpecError(
-        f"spec.model.source must be hf://OWNER/NAME[:VARIANT][@REVISION], pvc://CLAIM/PATH or file:///PATH, is {source!r}"
+        "spec.model.source must be hf://OWNER/NAME[:VARIANT][@REVISION], pvc://CLAIM/PATH or file:///PATH, "
+        f"is {source!r}"
     )

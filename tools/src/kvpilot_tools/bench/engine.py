@@ -398,7 +398,7 @@ def print_table(run: Run) -> None:
         table.add_column(column, justify="left" if column in ("peer", "figure") else "right")
     for entry in run.ratios:
         spread = "–" if entry.spread is None else f"{entry.spread[0]:.2f}–{entry.spread[1]:.2f}"
-        aim = "" if entry.rule.aim is None else f"{entry.rule.aim:g}{'' if entry.is_met else ' missed'}"
+        aim = "" if entry.rule.aim is None else f"{entry.rule.aim:g}{' missed' if entry.is_met is False else ''}"
         numbers = [_number(entry.ours), _number(entry.theirs), _number(entry.ratio)]
         table.add_row(entry.peer, entry.rule.name, *numbers, spread, aim)
     console = Console(width=110)

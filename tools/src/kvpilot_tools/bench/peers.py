@@ -4,8 +4,8 @@
     vllm           vLLM's CPU build in an environment of its own, and one start, which fills its compile cache
     transformers   in an environment of its own
 
-Everything lies in the user's cache (kvpilot/peers), about 9 GB with vLLM; a second run finds it and does nothing.
-Packages come from whatever index pip and uv are set up with.
+Everything lies in the user's cache (kvpilot/peers), about 12 GB, nearly all of it vLLM and transformers; a second run
+finds it and does nothing. Packages come from whatever index pip and uv are set up with.
 """
 
 from __future__ import annotations

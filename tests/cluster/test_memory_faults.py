@@ -32,7 +32,7 @@ def tuning(cluster: Kubectl, name: str) -> str:
 def test_a_kernel_oom_kill_advises_host_memory_and_leaves_the_cap(cluster: Kubectl, wait_condition: Waited) -> None:
     """The limit is below what the process needs to start, so the kernel kills it for real. C27"""
     name = "squeezed"
-    cluster.apply(variant(name, resources={"requests": {"memory": "128Mi"}, "limits": {"memory": "256Mi"}}))
+    cluster.apply(variant(name, resources={"requests": {"memory": "64Mi"}, "limits": {"memory": "80Mi"}}))
     found = wait_condition(name, "Ready", "HostOOMKilled")
     assert found["status"] == "False"
     assert "resources.limits.memory" in found["message"]
@@ -50,16 +50,16 @@ def test_a_cap_below_the_weights_is_raised_when_the_device_has_room(
 ) -> None:
     """Exit 72 names the share that would do; the operator goes there within the maximum."""
     name = "starved"
-    item = apply_ready(variant(name, memory={"utilization": 0.3, "tuning": {"mode": "Auto", "min": 0.2, "max": 0.95}}))
+    item = apply_ready(variant(name, memory={"utilization": 0.12, "tuning": {"mode": "Auto", "min": 0.1, "max": 0.95}}))
     raised = [d for d in item["status"]["decisions"] if d["loop"] == "Memory" and d["to"] > d["from"]]
     assert raised
-    assert item["status"]["memory"]["utilization"] > 0.3
+    assert item["status"]["memory"]["utilization"] > 0.12
     assert item["status"]["memory"]["utilization"] <= 0.95
 
 
 def test_a_model_that_can_not_fit_says_so_with_numbers(cluster: Kubectl, wait_condition: Waited) -> None:
     name = "too-big"
-    cluster.apply(variant(name, memory={"utilization": 0.3, "tuning": {"mode": "Auto", "min": 0.2, "max": 0.35}}))
+    cluster.apply(variant(name, memory={"utilization": 0.12, "tuning": {"mode": "Auto", "min": 0.1, "max": 0.15}}))
     found = wait_condition(name, "Ready", "ModelDoesNotFit")
     assert found["status"] == "False"
     assert any(character.isdigit() for character in found["message"])

@@ -15,9 +15,9 @@ from kvpilot_tools.traffic import Outcomes, drive
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 PRESSURE: dict[str, Any] = {
-    # A small pool (some 3,000 tokens), and a queue target out of reach: KV use alone must drive it.
-    "resources": {"requests": {"memory": "1400Mi"}, "limits": {"memory": "1400Mi"}},
-    "engine": {"maxModelLen": 512, "maxNumSeqs": 8},
+    # A small pool (2,048 tokens), and a queue target out of reach: KV use alone must drive it.
+    "resources": {"requests": {"memory": "1Gi"}, "limits": {"memory": "1Gi"}},
+    "engine": {"maxModelLen": 512, "maxNumSeqs": 8, "extraArgs": ["--num-gpu-blocks-override", "128"]},
     "scaling": {
         "minReplicas": 1,
         "maxReplicas": 2,

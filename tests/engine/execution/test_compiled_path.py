@@ -231,8 +231,8 @@ SCORED = 128
 
 @pytest.mark.model
 def test_real_model_agrees_with_the_reference(smollm2_gguf: Path) -> None:
-    """Teacher-forced. Activations in 8 bit cost 0.003 of divergence and 4 of 100 tokens, all of them near ties (see the
-    lab notes); a mistake costs much more."""
+    """Teacher-forced. Activations in 8 bit (16 for qkv and head) cost 0.001 of divergence and 2.5 of 100 tokens, all of
+    them near ties (see the lab notes); a mistake costs much more."""
     tokenizer = load_model_text(smollm2_gguf, tokenizer_path=None, chat_template_path=None).tokenizer
     passages = [tuple(map(TokenId, tokenizer.encode(text, specials_as_text=True)))[:SCORED] for text in PASSAGES]
     assert [len(passage) for passage in passages] == [SCORED] * len(PASSAGES)
@@ -243,7 +243,7 @@ def test_real_model_agrees_with_the_reference(smollm2_gguf: Path) -> None:
     divergence = (np.exp(reference) * (reference - found)).sum(axis=1)
     agreement = (reference.argmax(axis=1) == found.argmax(axis=1)).mean()
     assert divergence.mean() <= 0.01
-    assert agreement >= 0.95
+    assert agreement >= 0.97
 
 
 def _score(settings: ExecutionSettings, passages: list[tuple[TokenId, ...]]) -> npt.NDArray[np.float64]:
@@ -253,7 +253,7 @@ def _score(settings: ExecutionSettings, passages: list[tuple[TokenId, ...]]) -> 
     rows = []
     for passage in passages:
         decoder.forward(build_batch_inputs(make_plan(list(passage)), decoder.block_size))
-        rows.append(decoder.compute_logits(np.arange(SCORED)).astype(np.float64))
+        rows += [decoder.compute_logits(half).astype(np.float64) for half in np.split(np.arange(SCORED), 2)]
     logits = np.concatenate(rows)
     logits -= logits.max(axis=1, keepdims=True)
     logprobs: npt.NDArray[np.float64] = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))

@@ -18,6 +18,7 @@ from kvpilot_engine.kernels.kv_write import rotate_and_store
 from kvpilot_engine.kernels.linear import linear
 from kvpilot_engine.kernels.packed_rows import read_rows
 from kvpilot_engine.kernels.paged_attention import attend, plan_items
+from kvpilot_engine.kernels.precise_linear import precise_linear
 from kvpilot_engine.kernels.rms_norm import add_rms_norm_quantize, rms_norm, rms_norm_quantize
 from kvpilot_engine.models.decoder_config import Activation
 
@@ -73,13 +74,14 @@ class CompiledDecoder:
     def compute_logits(self, rows: Integers) -> Floats:
         """At most rows_of_logits(vocabulary) rows."""
         space, count = self._workspace, len(rows)
-        chosen, quantized, logits = space.head_input[:count], space.head_quantized.first(count), space.logits[:count]
+        chosen, quantized = space.head_input[:count], space.head_quantized.first(2 * count)
         # the last layer's output was not added yet: only these rows need it
         np.add(self._rows.hidden[rows], self._rows.projected[rows], out=chosen)
         rms_norm_quantize(
             chosen, self._weights.norm, self._config.rms_norm_eps, chosen, quantized.values, quantized.groups
         )
-        linear(self._weights.head, chosen, quantized, logits)
+        rest, twice = space.head_rest[:count], space.logits[: 2 * count]
+        logits = precise_linear(self._weights.head, chosen, quantized, rest, twice)
         if self._config.logit_softcap is not None:
             logits /= np.float32(self._config.logit_softcap)
             np.tanh(logits, out=logits)
@@ -104,9 +106,9 @@ class CompiledDecoder:
 
     def _attend(self, layer: CompiledLayer, kv: PagedLayerKV, inputs: BatchInputs, items: Integers) -> None:
         config, space = self._config, self._rows
-        linear(layer.qkv, space.normed, space.normed_quantized, space.qkv)
+        qkv = precise_linear(layer.qkv, space.normed, space.normed_quantized, space.rest, space.qkv)
         rotate_and_store(
-            space.qkv,
+            qkv,
             inputs.positions,
             inputs.slot_mapping,
             layer.cos,
@@ -119,7 +121,7 @@ class CompiledDecoder:
             self._layout,
         )
         attend(
-            space.qkv,
+            qkv,
             kv.keys,
             kv.values,
             inputs.block_tables,
@@ -140,7 +142,7 @@ class CompiledDecoder:
     def _feed_forward(self, layer: CompiledLayer) -> None:
         space = self._rows
         quantized = space.gated_quantized
-        linear(layer.gate_up, space.normed, space.normed_quantized, space.gate_up)
+        linear(layer.gate_up, space.normed, space.normed_quantized.first(len(space.normed)), space.gate_up)
         self._gated(space.gate_up, space.gated, quantized.values, quantized.groups)
         linear(layer.down, space.gated, quantized, space.projected)
 

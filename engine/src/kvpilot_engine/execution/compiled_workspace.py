@@ -19,8 +19,8 @@ from kvpilot_engine.models.decoder_config import DecoderConfig
 
 Floats = npt.NDArray[np.float32]
 
-_ROW_ARRAYS = ("hidden", "normed", "qkv", "attended", "projected", "gate_up", "gated")
-_ROW_QUANTIZED = ("normed_quantized", "attended_quantized", "gated_quantized")
+_ROW_ARRAYS = ("hidden", "normed", "rest", "attended", "projected", "gate_up", "gated")
+_ROW_QUANTIZED = ("attended_quantized", "gated_quantized")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,10 @@ class CompiledWorkspace:
     """[rows, hidden]: the residual; kept until the next step."""
     normed: Floats
     normed_quantized: QuantizedRows
+    """Twice the rows: the second half for what the first byte leaves over (kernels/precise_linear.py)."""
+    rest: Floats
     qkv: Floats
+    """Twice the rows."""
     attended: Floats
     attended_quantized: QuantizedRows
     projected: Floats
@@ -40,9 +43,11 @@ class CompiledWorkspace:
     gated: Floats
     gated_quantized: QuantizedRows
     logits: Floats
-    """[rows of logits at once, vocabulary]"""
+    """[twice the rows of logits at once, vocabulary]"""
     head_input: Floats
     head_quantized: QuantizedRows
+    """Twice the rows."""
+    head_rest: Floats
     items: Integers
     attention_scratch: Floats
     """[threads, ...]"""
@@ -59,17 +64,19 @@ class CompiledWorkspace:
         return cls(
             hidden=floats(max_rows, hidden),
             normed=floats(max_rows, hidden),
-            normed_quantized=QuantizedRows.allocate(max_rows, hidden),
-            qkv=floats(max_rows, query + 2 * config.kv_size),
+            normed_quantized=QuantizedRows.allocate(2 * max_rows, hidden),
+            rest=floats(max_rows, hidden),
+            qkv=floats(2 * max_rows, query + 2 * config.kv_size),
             attended=floats(max_rows, query),
             attended_quantized=QuantizedRows.allocate(max_rows, query),
             projected=floats(max_rows, hidden),
             gate_up=floats(max_rows, 2 * inner),
             gated=floats(max_rows, inner),
             gated_quantized=QuantizedRows.allocate(max_rows, inner),
-            logits=floats(at_once, config.vocab_size),
+            logits=floats(2 * at_once, config.vocab_size),
             head_input=floats(at_once, hidden),
-            head_quantized=QuantizedRows.allocate(at_once, hidden),
+            head_quantized=QuantizedRows.allocate(2 * at_once, hidden),
+            head_rest=floats(at_once, hidden),
             items=np.empty((max_rows, ITEM_FIELDS), np.int64),
             attention_scratch=floats(num_threads, layout.scratch_floats()),
             attention_runs=np.empty((num_threads, 2, RUNS), np.int64),
@@ -80,6 +87,8 @@ class CompiledWorkspace:
         """The same arrays, those with max_rows rows cut to the first; made once a step, for slicing costs."""
         return replace(
             self,
+            qkv=self.qkv[: 2 * num_rows],
+            normed_quantized=self.normed_quantized.first(2 * num_rows),
             **{name: getattr(self, name)[:num_rows] for name in _ROW_ARRAYS},
             **{name: getattr(self, name).first(num_rows) for name in _ROW_QUANTIZED},
         )

@@ -23,7 +23,7 @@ from kvpilot_engine.execution.fault_injection import FaultInjection
 from kvpilot_engine.execution.logprobs import compute_logprobs
 from kvpilot_engine.execution.sampler import sample
 
-LOGITS_BYTES = 32 * 2**20
+LOGITS_BYTES = 16 * 2**20
 """Most bytes of logits at once (one row at least): a prompt's log-probabilities need a row for each of its tokens."""
 
 Logits = npt.NDArray[np.float32]

@@ -10,7 +10,7 @@ from typing import Any
 
 from numba import types
 
-from kvpilot_engine.kernels import gated_activation, packed_rows, rms_norm
+from kvpilot_engine.kernels import gated_activation, packed_rows, precise_linear, rms_norm
 from kvpilot_engine.kernels.activation_quantization import quantize_rows
 from kvpilot_engine.kernels.linear import compile_linears
 
@@ -27,6 +27,8 @@ def compile_decoder_parts(layouts: Iterable[int], gated_activations: Iterable[st
     packed_rows.compile_reading(layouts)
     signatures: list[tuple[Any, tuple[Any, ...]]] = [
         (quantize_rows, (_ROWS, *_QUANTIZED)),
+        (precise_linear.quantize_rest, (_ROWS, *_QUANTIZED, _ROWS)),
+        (precise_linear.add_rest, (_ROWS, _ROW, types.int64, types.int64)),
         (rms_norm.rms_norm, (_ROWS, _ROW, _EPSILON, _ROWS)),
         (rms_norm.rms_norm_quantize, (_ROWS, _ROW, _EPSILON, _ROWS, *_QUANTIZED)),
         (rms_norm.add_rms_norm_quantize, (_ROWS, _ROWS, _ROW, _EPSILON, _ROWS, *_QUANTIZED)),

@@ -23,10 +23,11 @@ from kvpilot_tools.cluster.layout import ClusterLayout, cache_home
 from kvpilot_tools.cluster.progress import Progress
 from kvpilot_tools.cluster.requirements import IMAGE_PACKAGES, ensure_packages, find_program, require_program
 
-BASE_REFERENCE = "localhost/kvpilot-base:bookworm"
+BASE_REFERENCE = "localhost/kvpilot-base:bookworm-2"
+"""The number goes up with the packages below: an image that is there is not made again."""
 SUITE = "bookworm"
 
-_BASE_PACKAGES = ("python3", "python3-venv", "ca-certificates")
+_BASE_PACKAGES = ("python3", "python3-venv", "ca-certificates", "libgomp1")
 _CERTIFICATES = Path("/etc/ssl/certs")
 _OWN_AUTHORITIES = Path("/usr/local/share/ca-certificates")
 _NOT_IN_THE_BASE = ("var/cache/apt/archives/*.deb", "var/lib/apt/lists/*", "var/cache/debconf/*-old", "var/log/*.log")

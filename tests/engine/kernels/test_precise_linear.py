@@ -21,7 +21,8 @@ def weights() -> Floats:
 
 
 def pack(weights: Floats, bias: Floats | None = None, *, quantize_plain: bool = True) -> PackedMatrix:
-    raw = RawMatrix("F32", *weights.shape, weights.view(np.uint8))
+    num_rows, num_columns = weights.shape
+    raw = RawMatrix("F32", num_rows, num_columns, weights.view(np.uint8))
     return pack_matrices([raw], [bias], quantize_plain=quantize_plain)
 
 

@@ -41,8 +41,9 @@ def quantize_rest(rows: Floats, values: Values, groups: Floats, rest: Floats) ->
             )
         return
     for index in parallel_range(count):
-        row = np.int64(index)
-        _quantize_rest_of_row(rows[row], values[row], groups[row], rest[row], values[count + row], groups[count + row])
+        place = np.int64(index)
+        second = count + place
+        _quantize_rest_of_row(rows[place], values[place], groups[place], rest[place], values[second], groups[second])
 
 
 @parallel_kernel

@@ -7,6 +7,7 @@ Strict: `"5"` and `1.5` are no integers. None means that the client said nothing
 from __future__ import annotations
 
 import logging
+from abc import abstractmethod
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -200,9 +201,9 @@ class GenerationBody(RequestBody):
         return "max_tokens", self.max_tokens
 
     @property
+    @abstractmethod
     def wanted_logprobs(self) -> tuple[str, int | None]:
         """The field that asks for most, and for how many of the most probable tokens; None: report nothing."""
-        raise NotImplementedError
 
     @property
     def echoes(self) -> bool:

@@ -13,7 +13,7 @@ V4 = (*V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 @pytest.mark.parametrize(
     ("features", "target"),
     [
-        ((*V4, "avx512vnni", "amx-int8", "amx-tile"), ("x86-64-v4", "+amx-int8,+amx-tile,+avx512vnni")),
+        ((*V4, "avx512vnni", "amx-bf16", "amx-tile"), ("x86-64-v4", "+amx-bf16,+amx-tile,+avx512vnni")),
         (V4, ("x86-64-v4", "")),
         ((*V3, "avx512f", "avxvnni"), ("x86-64-v3", "+avxvnni")),
         (V3[:4], ("x86-64-v2", "")),

@@ -14,7 +14,7 @@ from numba import njit, types
 from kvpilot_engine.errors import SettingsError
 from kvpilot_engine.kernels import packed_matrix, quantized_linear
 from kvpilot_engine.kernels.activation_quantization import QuantizedRows, quantize_rows
-from kvpilot_engine.kernels.cpu_features import DotPath, choose_dot_path, choose_tiles, multiplies_tiles
+from kvpilot_engine.kernels.cpu_features import DotPath, choose_dot_path, choose_tiles
 from kvpilot_engine.kernels.integer_dot import integer_dot
 from kvpilot_engine.kernels.jit import emitted
 from kvpilot_engine.kernels.packed_matrix import RawMatrix, pack_matrices
@@ -24,6 +24,7 @@ Make = Callable[[str, int, int], tuple[RawMatrix, npt.NDArray[np.float32]]]
 Bytes = npt.NDArray[np.uint8]
 
 VNNI_MACHINE = {"avx2", "fma", "avx512f", "avx512bw", "avx512vnni", "avxvnni"}
+TILE_MACHINE = VNNI_MACHINE | {"amx-tile", "amx-bf16", "avx512bf16"}
 
 
 def _paths_of_this_machine() -> list[DotPath]:
@@ -99,9 +100,8 @@ def test_linears_have_the_same_bits_on_every_path(
     quantized = QuantizedRows.allocate(num_rows, 256)
     quantize_rows(rows, quantized.values, quantized.groups)
     results = []
-    for path, tiles in [*((path, False) for path in PATHS), *([(PATHS[0], True)] if multiplies_tiles() else [])]:
+    for path in PATHS:
         monkeypatch.setattr(quantized_linear, "dot_path", lambda chosen=path: chosen)
-        monkeypatch.setattr(quantized_linear, "multiplies_tiles", lambda chosen=tiles: chosen)
 
         @njit
         def run(values: Any, groups: Any, weights: Any, bias: Any, out: Any) -> None:
@@ -131,13 +131,13 @@ def test_the_fastest_path_is_chosen(features: set[str], path: DotPath) -> None:
 @pytest.mark.parametrize(
     ("features", "forced", "is_permitted", "expected"),
     [
-        (VNNI_MACHINE | {"amx-tile", "amx-int8"}, None, True, True),
-        (VNNI_MACHINE | {"amx-tile", "amx-int8"}, None, False, False),
-        (VNNI_MACHINE | {"amx-tile", "amx-int8"}, "avx512_vnni", True, False),
-        (VNNI_MACHINE | {"amx-tile", "amx-bf16"}, None, True, False),
-        ({"amx-tile", "amx-int8", "avx2", "fma"}, None, True, False),
+        (TILE_MACHINE, None, True, True),
+        (TILE_MACHINE, None, False, False),
+        (TILE_MACHINE, "avx512_vnni", True, False),
+        (TILE_MACHINE - {"amx-bf16"}, None, True, False),
+        ({"amx-tile", "amx-bf16", "avx512bf16", "avx2", "fma"}, None, True, False),
     ],
-    ids=["all", "not permitted", "a path is forced", "no bytes", "no AVX-512"],
+    ids=["all", "not permitted", "a path is forced", "no bfloat16", "no AVX-512"],
 )
 def test_tiles_are_used_where_all_agree(
     features: set[str], forced: str | None, is_permitted: bool, expected: bool
@@ -164,3 +164,5 @@ def test_the_layouts_of_the_linears_are_those_of_the_packer() -> None:
     from kvpilot_engine.kernels import linear
 
     assert [kernel.__name__ for kernel in linear._KERNELS] == [f"linear_{name}" for name in names]
+    in_tiles = [layout.name for layout in packed_matrix.LAYOUTS if layout.in_tiles]
+    assert [kernel.__name__ for kernel in linear._GATES] == [f"gate_{name}" for name in in_tiles]

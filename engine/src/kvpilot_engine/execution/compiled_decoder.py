@@ -12,17 +12,12 @@ from kvpilot_engine.execution.batch_inputs import BatchInputs, Integers
 from kvpilot_engine.execution.compiled_weights import CompiledLayer, CompiledWeights
 from kvpilot_engine.execution.compiled_workspace import CompiledWorkspace, Floats
 from kvpilot_engine.execution.paged_kv_storage import PagedKVStorage, PagedLayerKV
-from kvpilot_engine.kernels.activation_quantization import QuantizedRows, quantize_rows
-from kvpilot_engine.kernels.gated_activation import gelu_tanh_mul_quantize, silu_mul_quantize
 from kvpilot_engine.kernels.kv_write import rotate_and_store
-from kvpilot_engine.kernels.linear import linear
+from kvpilot_engine.kernels.linear import gated_linear
 from kvpilot_engine.kernels.packed_rows import read_rows
 from kvpilot_engine.kernels.paged_attention import attend, plan_items
-from kvpilot_engine.kernels.precise_linear import precise_linear
-from kvpilot_engine.kernels.rms_norm import add_rms_norm_quantize, rms_norm, rms_norm_quantize
+from kvpilot_engine.kernels.rms_norm import rms_norm
 from kvpilot_engine.models.decoder_config import Activation
-
-_GATED = {Activation.SILU: silu_mul_quantize, Activation.GELU_TANH: gelu_tanh_mul_quantize}
 
 
 class CompiledDecoder:
@@ -35,7 +30,6 @@ class CompiledDecoder:
         self._workspace = workspace
         self._rows = workspace
         """The workspace as the last forward used it: cut to its rows."""
-        self._gated = _GATED[weights.config.activation]
         layout = kv_cache.layout
         self._layout = (layout.heads_per_kv, layout.head_dim, layout.block_size, layout.lanes)
 
@@ -53,19 +47,19 @@ class CompiledDecoder:
             self._rows = self._workspace.first(inputs.num_rows)
         config, space = self._config, self._rows
         eps = config.rms_norm_eps
-        hidden, projected, normed, quantized = space.hidden, space.projected, space.normed, space.normed_quantized
+        hidden, projected, normed = space.hidden, space.projected, space.normed
         self._embed(inputs.token_ids, hidden)
         items = self._plan_attention(inputs)
         has_addend = False
         for layer, kv in zip(self._weights.layers, self._kv_cache.layers, strict=True):
             if has_addend:
-                _add_and_normalize(hidden, projected, layer.attention_norm, eps, normed, quantized)
+                normed.add_and_normalize(hidden, projected, layer.attention_norm, eps)
             else:
-                rms_norm_quantize(hidden, layer.attention_norm, eps, normed, quantized.values, quantized.groups)
+                normed.normalize(hidden, layer.attention_norm, eps)
             self._attend(layer, kv, inputs, items)
             if config.post_norms:
                 rms_norm(projected, layer.attention_post_norm, eps, projected)
-            _add_and_normalize(hidden, projected, layer.mlp_norm, eps, normed, quantized)
+            normed.add_and_normalize(hidden, projected, layer.mlp_norm, eps)
             self._feed_forward(layer)
             if config.post_norms:
                 rms_norm(projected, layer.mlp_post_norm, eps, projected)
@@ -73,15 +67,13 @@ class CompiledDecoder:
 
     def compute_logits(self, rows: Integers) -> Floats:
         """At most rows_of_logits(vocabulary) rows."""
-        space, count = self._workspace, len(rows)
-        chosen, quantized = space.head_input[:count], space.head_quantized.first(2 * count)
+        count = len(rows)
+        head = self._workspace.head.first(count)
         # the last layer's output was not added yet: only these rows need it
-        np.add(self._rows.hidden[rows], self._rows.projected[rows], out=chosen)
-        rms_norm_quantize(
-            chosen, self._weights.norm, self._config.rms_norm_eps, chosen, quantized.values, quantized.groups
-        )
-        rest, twice = space.head_rest[:count], space.logits[: 2 * count]
-        logits = precise_linear(self._weights.head, chosen, quantized, rest, twice)
+        np.add(self._rows.hidden[rows], self._rows.projected[rows], out=head.rows)
+        head.normalize(head.rows, self._weights.norm, self._config.rms_norm_eps)
+        copies = 1 if head.rest is None else 2
+        logits = head.multiply_precisely(self._weights.head, self._workspace.logits[: copies * count])
         if self._config.logit_softcap is not None:
             logits /= np.float32(self._config.logit_softcap)
             np.tanh(logits, out=logits)
@@ -106,7 +98,7 @@ class CompiledDecoder:
 
     def _attend(self, layer: CompiledLayer, kv: PagedLayerKV, inputs: BatchInputs, items: Integers) -> None:
         config, space = self._config, self._rows
-        qkv = precise_linear(layer.qkv, space.normed, space.normed_quantized, space.rest, space.qkv)
+        qkv = space.normed.multiply_precisely(layer.qkv, space.qkv)
         rotate_and_store(
             qkv,
             inputs.positions,
@@ -133,21 +125,17 @@ class CompiledDecoder:
             space.attention_scratch,
             space.attention_runs,
             space.next_item,
-            space.attended,
+            space.attended.rows,
         )
-        quantized = space.attended_quantized
-        quantize_rows(space.attended, quantized.values, quantized.groups)
-        linear(layer.output, space.attended, quantized, space.projected)
+        space.attended.convert()
+        space.attended.multiply(layer.output, space.projected)
 
     def _feed_forward(self, layer: CompiledLayer) -> None:
-        space = self._rows
-        quantized = space.gated_quantized
-        linear(layer.gate_up, space.normed, space.normed_quantized.first(len(space.normed)), space.gate_up)
-        self._gated(space.gate_up, space.gated, quantized.values, quantized.groups)
-        linear(layer.down, space.gated, quantized, space.projected)
-
-
-def _add_and_normalize(
-    hidden: Floats, addend: Floats, weight: Floats, eps: float, normed: Floats, quantized: QuantizedRows
-) -> None:
-    add_rms_norm_quantize(hidden, addend, weight, eps, normed, quantized.values, quantized.groups)
+        space, activation = self._rows, self._config.activation
+        if layer.is_gated_in_turn and space.normed.tiles is not None and space.gated.tiles is not None:
+            is_gelu = activation is Activation.GELU_TANH
+            gated_linear(layer.gate_up, space.normed.tiles, space.gated.tiles, is_gelu=is_gelu)
+        else:
+            space.normed.multiply(layer.gate_up, space.gate_up)
+            space.gated.gate(space.gate_up, activation)
+        space.gated.multiply(layer.down, space.projected)

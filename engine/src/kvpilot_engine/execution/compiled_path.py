@@ -23,6 +23,7 @@ from kvpilot_engine.execution.sampler_peak import sampler_bound_bytes
 from kvpilot_engine.kernels.compile_ahead import compile_decoder_parts
 from kvpilot_engine.kernels.compile_attention import compile_attention
 from kvpilot_engine.kernels.compile_sampling import compile_sampling
+from kvpilot_engine.kernels.cpu_features import multiplies_tiles
 from kvpilot_engine.kernels.paged_attention import HeadLayout
 from kvpilot_engine.models.decoder_config import DecoderConfig
 from kvpilot_engine.models.weight_source import WeightSource
@@ -34,6 +35,7 @@ class CompiledPath:
     def __init__(self, *, kv_dtype: KVDtype = KVDtype.FLOAT16, quantize_plain: bool = False) -> None:
         self._kv_dtype = kv_dtype
         self._quantize_plain = quantize_plain
+        self._in_tiles = multiplies_tiles()
         self._weights: CompiledWeights | None = None
         self._workspace: tuple[tuple[int, int], CompiledWorkspace] | None = None
         """With the rows and the block size that it was made for."""
@@ -41,7 +43,8 @@ class CompiledPath:
     @property
     def arithmetic(self) -> str:
         weights = "int8" if self._quantize_plain else "stored"
-        return f"compiled weights={weights} kv={self._kv_dtype}"
+        linears = "bfloat16" if self._in_tiles else "int8"
+        return f"compiled weights={weights} linears={linears} kv={self._kv_dtype}"
 
     def open_thread_pools(self, num_threads: int) -> None:
         numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
@@ -50,7 +53,9 @@ class CompiledPath:
         check_block_layout(config, block_size)
 
     def weights_bytes(self, source: WeightSource, *, max_positions: int) -> int:
-        return weights_bytes(source, max_positions=max_positions, quantize_plain=self._quantize_plain)
+        return weights_bytes(
+            source, max_positions=max_positions, quantize_plain=self._quantize_plain, in_tiles=self._in_tiles
+        )
 
     def kv_bytes_per_block(self, config: DecoderConfig, block_size: int) -> int:
         return config.kv_bytes_per_token(self._kv_dtype.element_bytes) * block_size
@@ -58,12 +63,12 @@ class CompiledPath:
     def activation_bound_bytes(self, config: DecoderConfig, scheduler: SchedulerSettings, max_model_len: int) -> int:
         """The arena and what sampling takes; the step's own index arrays are bounded by a table a sequence."""
         # the arrays are not touched, so they take no memory
-        arena = _allocate(config, scheduler.max_num_batched_tokens, block_size=16).size_bytes
+        arena = _allocate(config, scheduler.max_num_batched_tokens, block_size=16, in_tiles=self._in_tiles).size_bytes
         tables = 2 * 8 * scheduler.max_num_seqs * max_model_len // 8
         return arena + tables + sampler_bound_bytes(config.vocab_size)
 
     def compile_kernels(self, source: WeightSource) -> Callable[[], None]:
-        layouts = layouts_of(source, quantize_plain=self._quantize_plain)
+        layouts = layouts_of(source, quantize_plain=self._quantize_plain, in_tiles=self._in_tiles)
         activation = str(source.config.activation)
 
         def compile_all() -> None:
@@ -75,7 +80,11 @@ class CompiledPath:
 
     def load_weights(self, source: WeightSource, *, max_positions: int, on_progress: OnCount) -> None:
         self._weights = load_compiled_weights(
-            source, max_positions=max_positions, quantize_plain=self._quantize_plain, on_progress=on_progress
+            source,
+            max_positions=max_positions,
+            quantize_plain=self._quantize_plain,
+            in_tiles=self._in_tiles,
+            on_progress=on_progress,
         )
 
     def make_runner(
@@ -93,15 +102,17 @@ class CompiledPath:
         size = (scheduler.max_num_batched_tokens, block_size)
         if self._workspace is None or self._workspace[0] != size:
             self._workspace = None  # never two at a time
-            self._workspace = (size, _allocate(config, *size))
+            self._workspace = (size, _allocate(config, *size, in_tiles=self._in_tiles))
         return CompiledModelRunner(self._weights, kv_cache, self._workspace[1], memory, faults)
 
 
-def _allocate(config: DecoderConfig, max_rows: int, block_size: int) -> CompiledWorkspace:
+def _allocate(config: DecoderConfig, max_rows: int, block_size: int, *, in_tiles: bool) -> CompiledWorkspace:
     layout = HeadLayout(
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         block_size=block_size,
     )
-    return CompiledWorkspace.allocate(config, layout, max_rows=max_rows, num_threads=numba.get_num_threads())
+    return CompiledWorkspace.allocate(
+        config, layout, max_rows=max_rows, num_threads=numba.get_num_threads(), in_tiles=in_tiles
+    )

@@ -11,7 +11,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvpilot_engine.kernels.packed_matrix import PackedMatrix, RawMatrix, layout_for, pack_matrices, packed_size_bytes
+from kvpilot_engine.kernels.packed_matrix import (
+    LAYOUTS,
+    OUTPUTS,
+    PackedMatrix,
+    RawMatrix,
+    layout_for,
+    pack_matrices,
+    packed_size_bytes,
+)
 from kvpilot_engine.kernels.weight_memory import WeightMemory
 from kvpilot_engine.models.decoder_config import DecoderConfig
 from kvpilot_engine.models.rotary_tables import rotary_tables
@@ -38,6 +46,8 @@ class CompiledLayer:
     attention_post_norm: Floats
     mlp_norm: Floats
     gate_up: PackedMatrix
+    is_gated_in_turn: bool
+    """Blocks of gate and up follow each other in turn: the linear can multiply what comes out (gated_linear)."""
     down: PackedMatrix
     mlp_post_norm: Floats
 
@@ -61,22 +71,33 @@ def load_compiled_weights(
     *,
     max_positions: int,
     quantize_plain: bool,
+    in_tiles: bool,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> CompiledWeights:
     """Read and pack all weights; on_progress gets (layers done, layers) after each one."""
     config = source.config
     tables = {rope: rotary_tables(rope, max_positions) for rope in {layer.rope for layer in config.layers}}
 
-    memory = WeightMemory(weights_bytes(source, max_positions=0, quantize_plain=quantize_plain))
+    memory = WeightMemory(weights_bytes(source, max_positions=0, quantize_plain=quantize_plain, in_tiles=in_tiles))
+
+    def read(name: str) -> RawMatrix:
+        stored = source.read_stored(f"{name}.weight")
+        return RawMatrix(str(stored.storage), stored.num_rows, stored.num_columns, stored.data)
+
+    def pack_raw(matrices: list[RawMatrix], biases: list[Floats] | None = None) -> PackedMatrix:
+        return pack_matrices(matrices, biases or (), quantize_plain=quantize_plain, in_tiles=in_tiles, memory=memory)
 
     def pack(*names: str, has_bias: bool = False) -> PackedMatrix:
-        stored = [source.read_stored(f"{name}.weight") for name in names]
-        return pack_matrices(
-            [RawMatrix(str(m.storage), m.num_rows, m.num_columns, m.data) for m in stored],
-            [source.read(f"{name}.bias") for name in names] if has_bias else (),
-            quantize_plain=quantize_plain,
-            memory=memory,
-        )
+        biases = [source.read(f"{name}.bias") for name in names] if has_bias else None
+        return pack_raw([read(name) for name in names], biases)
+
+    def pack_gate_up(prefix: str) -> tuple[PackedMatrix, bool]:
+        """And whether blocks of the two follow each other in turn."""
+        gate, up = read(f"{prefix}.gate"), read(f"{prefix}.up")
+        layout = LAYOUTS[layout_for(gate.storage, quantize_plain=quantize_plain, in_tiles=in_tiles)]
+        if layout.in_tiles and gate.storage == up.storage and gate.num_rows % (2 * OUTPUTS) == 0:
+            return pack_raw([_take_turns(gate, up)]), True
+        return pack_raw([gate, up]), False
 
     def norm(name: str, *, exists: bool = True) -> Floats:
         return source.read(f"{name}.weight") if exists else _NONE
@@ -85,6 +106,7 @@ def load_compiled_weights(
     for index, layer in enumerate(config.layers):
         prefix = f"layers.{index}"
         cos, sin = tables[layer.rope]
+        gate_up, is_gated_in_turn = pack_gate_up(prefix)
         layers.append(
             CompiledLayer(
                 window=layer.window or 0,
@@ -97,7 +119,8 @@ def load_compiled_weights(
                 output=pack(f"{prefix}.o", has_bias=config.output_bias),
                 attention_post_norm=norm(f"{prefix}.attention_post_norm", exists=config.post_norms),
                 mlp_norm=norm(f"{prefix}.mlp_norm"),
-                gate_up=pack(f"{prefix}.gate", f"{prefix}.up"),
+                gate_up=gate_up,
+                is_gated_in_turn=is_gated_in_turn,
                 down=pack(f"{prefix}.down"),
                 mlp_post_norm=norm(f"{prefix}.mlp_post_norm", exists=config.post_norms),
             )
@@ -114,7 +137,14 @@ def load_compiled_weights(
     )
 
 
-def weights_bytes(source: WeightSource, *, max_positions: int, quantize_plain: bool) -> int:
+def _take_turns(gate: RawMatrix, up: RawMatrix) -> RawMatrix:
+    """Sixteen rows of one, sixteen of the other, and so on."""
+    blocks = [matrix.data.reshape(-1, 1, OUTPUTS, matrix.data.shape[1]) for matrix in (gate, up)]
+    rows = np.concatenate(blocks, axis=1).reshape(-1, gate.data.shape[1])
+    return RawMatrix(gate.storage, len(rows), gate.num_columns, rows)
+
+
+def weights_bytes(source: WeightSource, *, max_positions: int, quantize_plain: bool, in_tiles: bool) -> int:
     """What load_compiled_weights will hold, told by the checkpoint's header alone."""
     config = source.config
     total = sum(2 * 4 * max_positions * (rope.rotary_dim // 2) for rope in {layer.rope for layer in config.layers})
@@ -123,13 +153,14 @@ def weights_bytes(source: WeightSource, *, max_positions: int, quantize_plain: b
             total += 4 * shape[0]
         else:
             storage = str(source.read_stored(name).storage)
-            total += packed_size_bytes(storage, *shape, quantize_plain=quantize_plain)
+            total += packed_size_bytes(storage, *shape, quantize_plain=quantize_plain, in_tiles=in_tiles)
     return total
 
 
-def layouts_of(source: WeightSource, *, quantize_plain: bool) -> frozenset[int]:
+def layouts_of(source: WeightSource, *, quantize_plain: bool, in_tiles: bool) -> frozenset[int]:
     """The layouts that the matrices will have, told by the checkpoint's header alone: kernels can be compiled early."""
     matrices = (name for name, shape in tensor_shapes(source.config).items() if len(shape) > 1)
     return frozenset(
-        layout_for(str(source.read_stored(name).storage), quantize_plain=quantize_plain) for name in matrices
+        layout_for(str(source.read_stored(name).storage), quantize_plain=quantize_plain, in_tiles=in_tiles)
+        for name in matrices
     )

@@ -13,14 +13,14 @@ import numpy.typing as npt
 
 from kvpilot_engine.execution.batch_inputs import Integers
 from kvpilot_engine.execution.step_runner import rows_of_logits
-from kvpilot_engine.kernels.activation_quantization import QuantizedRows
+from kvpilot_engine.kernels.linear_input import LinearInput
 from kvpilot_engine.kernels.paged_attention import ITEM_FIELDS, RUNS, HeadLayout
 from kvpilot_engine.models.decoder_config import DecoderConfig
 
 Floats = npt.NDArray[np.float32]
 
-_ROW_ARRAYS = ("hidden", "normed", "rest", "attended", "projected", "gate_up", "gated")
-_ROW_QUANTIZED = ("attended_quantized", "gated_quantized")
+_ROW_ARRAYS = ("hidden", "projected", "gate_up")
+_INPUTS = ("normed", "attended", "gated")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,25 +29,17 @@ class CompiledWorkspace:
 
     hidden: Floats
     """[rows, hidden]: the residual; kept until the next step."""
-    normed: Floats
-    normed_quantized: QuantizedRows
-    """Twice the rows: the second half for what the first byte leaves over (kernels/precise_linear.py)."""
-    rest: Floats
+    normed: LinearInput
     qkv: Floats
-    """Twice the rows."""
-    attended: Floats
-    attended_quantized: QuantizedRows
+    """Twice the rows where the input is precise."""
+    attended: LinearInput
     projected: Floats
     """[rows, hidden]: what is added to the residual next."""
     gate_up: Floats
-    gated: Floats
-    gated_quantized: QuantizedRows
+    gated: LinearInput
     logits: Floats
-    """[twice the rows of logits at once, vocabulary]"""
-    head_input: Floats
-    head_quantized: QuantizedRows
-    """Twice the rows."""
-    head_rest: Floats
+    """[rows of logits at once, twice where their input is precise; vocabulary]"""
+    head: LinearInput
     items: Integers
     attention_scratch: Floats
     """[threads, ...]"""
@@ -55,28 +47,25 @@ class CompiledWorkspace:
     next_item: Integers
 
     @classmethod
-    def allocate(cls, config: DecoderConfig, layout: HeadLayout, *, max_rows: int, num_threads: int) -> Self:
+    def allocate(
+        cls, config: DecoderConfig, layout: HeadLayout, *, max_rows: int, num_threads: int, in_tiles: bool
+    ) -> Self:
         def floats(*shape: int) -> Floats:
             return np.empty(shape, np.float32)
 
         hidden, inner, query = config.hidden_size, config.intermediate_size, config.query_size
         at_once = rows_of_logits(config.vocab_size)
+        copies = 1 if in_tiles else 2
         return cls(
             hidden=floats(max_rows, hidden),
-            normed=floats(max_rows, hidden),
-            normed_quantized=QuantizedRows.allocate(2 * max_rows, hidden),
-            rest=floats(max_rows, hidden),
-            qkv=floats(2 * max_rows, query + 2 * config.kv_size),
-            attended=floats(max_rows, query),
-            attended_quantized=QuantizedRows.allocate(max_rows, query),
+            normed=LinearInput.allocate(max_rows, hidden, in_tiles=in_tiles, is_precise=True),
+            qkv=floats(copies * max_rows, query + 2 * config.kv_size),
+            attended=LinearInput.allocate(max_rows, query, in_tiles=in_tiles),
             projected=floats(max_rows, hidden),
             gate_up=floats(max_rows, 2 * inner),
-            gated=floats(max_rows, inner),
-            gated_quantized=QuantizedRows.allocate(max_rows, inner),
-            logits=floats(2 * at_once, config.vocab_size),
-            head_input=floats(at_once, hidden),
-            head_quantized=QuantizedRows.allocate(2 * at_once, hidden),
-            head_rest=floats(at_once, hidden),
+            gated=LinearInput.allocate(max_rows, inner, in_tiles=in_tiles),
+            logits=floats(copies * at_once, config.vocab_size),
+            head=LinearInput.allocate(at_once, hidden, in_tiles=in_tiles, is_precise=True),
             items=np.empty((max_rows, ITEM_FIELDS), np.int64),
             attention_scratch=floats(num_threads, layout.scratch_floats()),
             attention_runs=np.empty((num_threads, 2, RUNS), np.int64),
@@ -85,15 +74,15 @@ class CompiledWorkspace:
 
     def first(self, num_rows: int) -> CompiledWorkspace:
         """The same arrays, those with max_rows rows cut to the first; made once a step, for slicing costs."""
+        copies = 1 if self.normed.rest is None else 2
         return replace(
             self,
-            qkv=self.qkv[: 2 * num_rows],
-            normed_quantized=self.normed_quantized.first(2 * num_rows),
+            qkv=self.qkv[: copies * num_rows],
             **{name: getattr(self, name)[:num_rows] for name in _ROW_ARRAYS},
-            **{name: getattr(self, name).first(num_rows) for name in _ROW_QUANTIZED},
+            **{name: getattr(self, name).first(num_rows) for name in _INPUTS},
         )
 
     @property
     def size_bytes(self) -> int:
         arrays = [getattr(self, field.name) for field in fields(self)]
-        return sum(array.size_bytes if isinstance(array, QuantizedRows) else array.nbytes for array in arrays)
+        return sum(array.size_bytes if isinstance(array, LinearInput) else array.nbytes for array in arrays)

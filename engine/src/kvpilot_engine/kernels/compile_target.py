@@ -15,7 +15,7 @@ _V2 = frozenset({"sse4.2", "ssse3", "popcnt", "cx16"})
 _V3 = _V2 | {"avx2", "fma", "f16c", "bmi", "bmi2", "lzcnt", "movbe"}
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _LEVELS: tuple[tuple[str, frozenset[str]], ...] = (("x86-64-v4", _V4), ("x86-64-v3", _V3), ("x86-64-v2", _V2))
-_USED_BEYOND_LEVELS = ("amx-int8", "amx-tile", "avx512vnni", "avxvnni")
+_USED_BEYOND_LEVELS = ("amx-bf16", "amx-tile", "avx512bf16", "avx512vnni", "avxvnni")
 
 
 @dataclass(frozen=True, slots=True)

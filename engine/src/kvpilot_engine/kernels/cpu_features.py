@@ -52,8 +52,8 @@ def choose_dot_path(features: Mapping[str, bool], forced: str | None) -> DotPath
 
 
 def choose_tiles(features: Mapping[str, bool], forced: str | None, *, is_permitted: bool) -> bool:
-    """Whether many rows are multiplied by AMX: it is there, the kernel permits it, and no path is forced."""
-    has_tiles = all(features.get(name) for name in ("amx-int8", "amx-tile"))
+    """Whether linears multiply by AMX: it is there, the kernel permits it, and no path is forced."""
+    has_tiles = all(features.get(name) for name in ("amx-bf16", "amx-tile", "avx512bf16"))
     is_fastest = choose_dot_path(features, None) is DotPath.AVX512_VNNI
     return has_tiles and is_fastest and is_permitted and not forced
 
@@ -76,7 +76,7 @@ def tiles_permitted() -> bool:
 
 @cache
 def multiplies_tiles() -> bool:
-    """Whether this process multiplies many rows by AMX."""
+    """Whether this process multiplies by AMX."""
     from llvmlite import binding
 
     return choose_tiles(binding.get_host_cpu_features(), os.environ.get(DOT_VARIABLE), is_permitted=tiles_permitted())

@@ -88,6 +88,20 @@ def gelu_tanh_mul_quantize(gate_up: Floats, product: Floats, values: Values, gro
         quantize_row(product[row], values[row], groups[row])
 
 
+@parallel_kernel
+def silu_mul(gate_up: Floats, product: Floats) -> None:
+    """Without quantization."""
+    for row in parallel_range(product.shape[0]):
+        silu_mul_row(gate_up[row], product[row])
+
+
+@parallel_kernel
+def gelu_tanh_mul(gate_up: Floats, product: Floats) -> None:
+    for row in parallel_range(product.shape[0]):
+        gelu_tanh_mul_row(gate_up[row], product[row])
+
+
+ALONE_BY_NAME: dict[str, Callable[[Floats, Floats], None]] = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}
 BY_NAME: dict[str, Callable[[Floats, Floats, Values, Floats], None]] = {
     "silu": silu_mul_quantize,
     "gelu_tanh": gelu_tanh_mul_quantize,

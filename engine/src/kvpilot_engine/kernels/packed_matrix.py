@@ -5,9 +5,12 @@ columns, so that a kernel reads a few streams from front to back:
 
     integers           [groups of 32 columns, 8, 16 outputs, 4 columns] bytes; with four bits, quad q of a group shares
                        its byte with quad q + 4, which has the upper half
+        in tiles       [groups, 16 outputs, 32 columns] bytes; with four bits [groups, 4, 32 columns] words of the
+                       integers of four outputs, the first lowest
     scales, minima     half precision, [groups or superblocks, 16 outputs]
     factors            [groups or half groups, 16 outputs] bytes, only in nested formats; then those of the minima
     numbers            [columns, 16 outputs] of F16, BF16 or F32, instead of all of the above
+        in tiles       [groups, 16 outputs, 32 columns]
 
 Outputs are filled up to sixteen with zeros. Several matrices on the same input (q, k and v) become one when they are
 stored alike; a PackedMatrix otherwise holds them as parts. Knows no model; reading files is the models' part.
@@ -16,7 +19,7 @@ stored alike; a PackedMatrix otherwise holds them as parts. Knows no model; read
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from typing import Any, TypeVar
 
@@ -60,6 +63,8 @@ class PackedLayout:
     is_nested: bool = False
     columns_per_factor: int = SIMPLE_COLUMNS
     """In nested formats, 32 or 16."""
+    in_tiles: bool = False
+    """The integers or numbers of a group lie output by output."""
 
     @property
     def is_plain(self) -> bool:
@@ -68,7 +73,9 @@ class PackedLayout:
     @property
     def column_step(self) -> int:
         """Columns are filled up to a multiple of this."""
-        return 1 if self.is_plain else NESTED_COLUMNS if self.is_nested else SIMPLE_COLUMNS
+        if self.is_plain and not self.in_tiles:
+            return 1
+        return NESTED_COLUMNS if self.is_nested else SIMPLE_COLUMNS
 
     @property
     def integers_bytes(self) -> int:
@@ -96,7 +103,7 @@ class PackedLayout:
         return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-LAYOUTS: tuple[PackedLayout, ...] = (
+_IN_LANES: tuple[PackedLayout, ...] = (
     PackedLayout(name="q4_0", bits=4, zero_point=8),
     PackedLayout(name="q4_1", bits=4, has_minimum=True),
     PackedLayout(name="q8_0", bits=8, zero_point=128),
@@ -108,9 +115,23 @@ LAYOUTS: tuple[PackedLayout, ...] = (
     PackedLayout(name="bf16", bits=16),
     PackedLayout(name="f32", bits=32),
 )
-"""Kernels name them by their place in this tuple: Q4_0 and so on below."""
+_IN_TILES = tuple(replace(layout, name=f"{layout.name}_tiles", in_tiles=True) for layout in _IN_LANES[:-1])
 
-Q4_0, Q4_1, Q8_0, Q5_1, Q4_K, Q5_K, Q6_K, F16, BF16, F32 = range(len(LAYOUTS))
+LAYOUTS: tuple[PackedLayout, ...] = (*_IN_LANES, *_IN_TILES)
+"""Kernels name them by their place in this tuple: Q4_0, Q4_0_TILES and so on below."""
+
+Q4_0, Q4_1, Q8_0, Q5_1, Q4_K, Q5_K, Q6_K, F16, BF16, F32 = range(len(_IN_LANES))
+(
+    Q4_0_TILES,
+    Q4_1_TILES,
+    Q8_0_TILES,
+    Q5_1_TILES,
+    Q4_K_TILES,
+    Q5_K_TILES,
+    Q6_K_TILES,
+    F16_TILES,
+    BF16_TILES,
+) = range(len(_IN_LANES), len(LAYOUTS))
 
 _LAYOUT_OF_STORAGE: dict[str, int] = {
     "Q4_0": Q4_0,
@@ -165,14 +186,9 @@ class PackedMatrix:
         return frozenset(part.layout for part in self.parts)
 
     @property
-    def needs_quantized_rows(self) -> bool:
-        """Some part multiplies quantized activations."""
-        return any(not LAYOUTS[part.layout].is_plain for part in self.parts)
-
-    @property
     def needs_plain_rows(self) -> bool:
         """Some part multiplies float32 activations."""
-        return any(LAYOUTS[part.layout].is_plain for part in self.parts)
+        return any(LAYOUTS[part.layout].is_plain and not LAYOUTS[part.layout].in_tiles for part in self.parts)
 
     @property
     def size_bytes(self) -> int:
@@ -184,9 +200,16 @@ def is_quantizable(storage: str) -> bool:
     return storage in _PLAIN_TYPES
 
 
-def packed_size_bytes(storage: str, num_rows: int, num_columns: int, *, quantize_plain: bool = False) -> int:
+def layouts_in_use(*, in_tiles: bool) -> list[int]:
+    """All that matrices can have when they are packed in tiles, or not."""
+    return sorted({layout_for(storage, quantize_plain=False, in_tiles=in_tiles) for storage in _LAYOUT_OF_STORAGE})
+
+
+def packed_size_bytes(
+    storage: str, num_rows: int, num_columns: int, *, quantize_plain: bool = False, in_tiles: bool = False
+) -> int:
     """What pack_matrices would need for a matrix, before any of it is read."""
-    layout = LAYOUTS[layout_for(storage, quantize_plain=quantize_plain)]
+    layout = LAYOUTS[layout_for(storage, quantize_plain=quantize_plain, in_tiles=in_tiles)]
     blocks = -(-num_rows // OUTPUTS)
     return blocks * (layout.block_bytes(padded_columns(num_columns, layout)) + 4 * OUTPUTS)
 
@@ -200,12 +223,14 @@ def pack_matrices(
     biases: Iterable[npt.NDArray[np.float32] | None] = (),
     *,
     quantize_plain: bool = False,
+    in_tiles: bool = False,
     memory: WeightMemory | None = None,
 ) -> PackedMatrix:
     """Matrices on the same input as one, their outputs one after the other; `biases` one for each, or none at all.
 
-    `quantize_plain` turns F16, BF16 and F32 to eight bits (Q8_0); the weights lie in `memory` if given. SettingsError
-    for a format that has no layout here or a row that its blocks don't divide.
+    `quantize_plain` turns F16, BF16 and F32 to eight bits (Q8_0); `in_tiles` lays everything but F32 out for tiled
+    linears; the weights lie in `memory` if given. SettingsError for a format that has no layout here or a row that its
+    blocks don't divide.
     """
     rows = list(matrices)
     bias_of_row = list(biases) or [None] * len(rows)
@@ -213,7 +238,7 @@ def pack_matrices(
     if len(columns) != 1 or len(bias_of_row) != len(rows):
         raise ValueError(f"matrices of {sorted(columns)} columns and {len(bias_of_row)} biases don't make one matrix")
     with_layout = [
-        (layout_for(matrix.storage, quantize_plain=quantize_plain), matrix, bias)
+        (layout_for(matrix.storage, quantize_plain=quantize_plain, in_tiles=in_tiles), matrix, bias)
         for matrix, bias in zip(rows, bias_of_row, strict=True)
     ]
     parts = []
@@ -223,11 +248,12 @@ def pack_matrices(
     return PackedMatrix(columns.pop(), tuple(parts))
 
 
-def layout_for(storage: str, *, quantize_plain: bool) -> int:
+def layout_for(storage: str, *, quantize_plain: bool, in_tiles: bool = False) -> int:
     """The place in LAYOUTS of a matrix stored like this; SettingsError when there is none."""
     if storage not in _LAYOUT_OF_STORAGE:
         raise SettingsError([f"weights of type {storage}: supported are {', '.join(_LAYOUT_OF_STORAGE)}"])
-    return Q8_0 if quantize_plain and storage in _PLAIN_TYPES else _LAYOUT_OF_STORAGE[storage]
+    layout = Q8_0 if quantize_plain and storage in _PLAIN_TYPES else _LAYOUT_OF_STORAGE[storage]
+    return layout + len(_IN_LANES) if in_tiles and layout != F32 else layout
 
 
 def _pack_part(
@@ -252,7 +278,7 @@ def _pack_part(
     for block, rows in _chunks_of_blocks(matrices):
         target = weights[block : block + -(-_num_rows(rows) // OUTPUTS)]
         if layout.is_plain:
-            _pack_plain(layout, rows, target)
+            _pack_plain(layout, rows, num_columns, target)
         else:
             _pack_integers(layout, _join_parts([_split(layout, piece, num_columns) for piece in rows]), target)
     return PackedPart(layout_index, num_outputs, weights, bias)
@@ -300,7 +326,7 @@ def _num_rows(pieces: list[RawMatrix]) -> int:
 def _split(layout: PackedLayout, matrix: RawMatrix, num_columns: int) -> BlockParts:
     if matrix.storage not in _PLAIN_TYPES:
         return split_blocks(matrix.storage, np.ascontiguousarray(matrix.data))
-    assert layout is LAYOUTS[Q8_0]
+    assert layout.name.startswith("q8_0")
     values = np.zeros((matrix.num_rows, num_columns), np.float32)
     values[:, : matrix.num_columns] = decode_plain(matrix.storage, matrix.data)
     return quantize_to_q8_0(values)
@@ -325,20 +351,30 @@ def _join_parts(parts: list[BlockParts]) -> BlockParts:
     return BlockParts(**joined)
 
 
-def _pack_plain(layout: PackedLayout, pieces: list[RawMatrix], target: Bytes) -> None:
+def _pack_plain(layout: PackedLayout, pieces: list[RawMatrix], num_columns: int, target: Bytes) -> None:
     kind = np.uint16 if layout.bits == 16 else np.uint32
     numbers = np.concatenate([np.ascontiguousarray(piece.data).view(kind) for piece in pieces])
-    _put_plane(target, 0, _by_output(numbers, target.shape[0]))
+    if layout.in_tiles:
+        numbers = np.pad(numbers, ((0, 0), (0, num_columns - numbers.shape[1])))
+        _put_plane(target, 0, _by_group(numbers, target.shape[0]))
+    else:
+        _put_plane(target, 0, _by_output(numbers, target.shape[0]))
 
 
 def _pack_integers(layout: PackedLayout, parts: BlockParts, target: Bytes) -> None:
     num_blocks = target.shape[0]
-    num_groups = parts.integers.shape[1] // SIMPLE_COLUMNS
-    quads = _by_output(parts.integers.view(np.uint32), num_blocks)
-    if layout.bits == 4:
-        groups = quads.reshape(num_blocks, num_groups, 8, OUTPUTS)
-        quads = groups[:, :, :4] | (groups[:, :, 4:] << np.uint32(4))
-    offset = _put_plane(target, 0, quads)
+    integers: npt.NDArray[Any]
+    if layout.in_tiles:
+        integers = _by_group(parts.integers, num_blocks)
+        if layout.bits == 4:
+            fours = integers.reshape(num_blocks, -1, 4, 4, SIMPLE_COLUMNS).astype(np.uint16)
+            integers = fours[..., 0, :] | fours[..., 1, :] << 4 | fours[..., 2, :] << 8 | fours[..., 3, :] << 12
+    else:
+        integers = _by_output(parts.integers.view(np.uint32), num_blocks)
+        if layout.bits == 4:
+            groups = integers.reshape(num_blocks, -1, 8, OUTPUTS)
+            integers = groups[:, :, :4] | (groups[:, :, 4:] << np.uint32(4))
+    offset = _put_plane(target, 0, integers)
     planes: tuple[npt.NDArray[Any] | None, ...] = (parts.scales, parts.minima, parts.factors, parts.minimum_factors)
     for plane in planes:
         if plane is not None:
@@ -346,11 +382,22 @@ def _pack_integers(layout: PackedLayout, parts: BlockParts, target: Bytes) -> No
 
 
 def _by_output(values: npt.NDArray[Number], num_blocks: int) -> npt.NDArray[Number]:
-    """[rows, n] to [blocks, n, 16], rows filled up with zeros."""
+    """[rows, n] to [blocks, n, 16]."""
+    return np.ascontiguousarray(_in_blocks(values, num_blocks).transpose(0, 2, 1))
+
+
+def _by_group(values: npt.NDArray[Number], num_blocks: int) -> npt.NDArray[Number]:
+    """[rows, n] to [blocks, n / 32, 16, 32]."""
+    blocks = _in_blocks(values, num_blocks).reshape(num_blocks, OUTPUTS, -1, SIMPLE_COLUMNS)
+    return np.ascontiguousarray(blocks.transpose(0, 2, 1, 3))
+
+
+def _in_blocks(values: npt.NDArray[Number], num_blocks: int) -> npt.NDArray[Number]:
+    """[rows, n] to [blocks, 16, n], rows filled up with zeros."""
     missing = num_blocks * OUTPUTS - values.shape[0]
     if missing:
         values = np.concatenate([values, np.zeros((missing, values.shape[1]), values.dtype)])
-    return np.ascontiguousarray(values.reshape(num_blocks, OUTPUTS, -1).transpose(0, 2, 1))
+    return values.reshape(num_blocks, OUTPUTS, -1)
 
 
 def _put_plane(target: Bytes, offset: int, plane: npt.NDArray[np.generic]) -> int:

@@ -15,7 +15,7 @@ from numba import types
 from kvpilot_engine.kernels.block_formats import NESTED_COLUMNS, SIMPLE_COLUMNS
 from kvpilot_engine.kernels.float_bits import bits_to_float, half_to_float
 from kvpilot_engine.kernels.jit import kernel
-from kvpilot_engine.kernels.packed_matrix import F16, F32, LAYOUTS, OUTPUTS, PackedMatrix, PackedPart
+from kvpilot_engine.kernels.packed_matrix import LAYOUTS, OUTPUTS, PackedMatrix, PackedPart
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -39,30 +39,29 @@ def read_rows(matrix: PackedMatrix, row_ids: npt.NDArray[np.int64], out: Floats)
 def _read_part(part: PackedPart, row_ids: npt.NDArray[np.int64], out: Floats) -> None:
     layout = LAYOUTS[part.layout]
     if layout.is_plain:
-        _read_plain_rows(part.weights, row_ids, out, part.layout)
+        _read_plain_rows(part.weights, row_ids, out, layout.bits, layout.name.startswith("f16"), layout.in_tiles)
         return
     num_groups = -(-out.shape[1] // layout.column_step) * layout.column_step // SIMPLE_COLUMNS
     scales = layout.integers_bytes * num_groups
     minima = scales + layout.scales_bytes * num_groups
     factors = minima + layout.scales_bytes * num_groups if layout.has_minimum else minima
+    common = (layout.bits, layout.in_tiles, layout.zero_point, layout.has_minimum)
     if layout.is_nested:
         offsets = (scales, minima, factors, factors + layout.factors_bytes * num_groups)
-        _read_nested_rows(part.weights, row_ids, out, layout.bits, layout.zero_point, layout.has_minimum, *offsets)
+        _read_nested_rows(part.weights, row_ids, out, *common, *offsets)
     else:
-        _read_simple_rows(
-            part.weights, row_ids, out, layout.bits, layout.zero_point, layout.has_minimum, scales, minima
-        )
+        _read_simple_rows(part.weights, row_ids, out, *common, scales, minima)
 
 
 def compile_reading(layouts: Iterable[int]) -> None:
     """Compiles what reads rows of these layouts, or loads it from numba's cache."""
     common = (types.Array(types.uint8, 2, "C"), types.Array(types.int64, 1, "C"), types.Array(types.float32, 2, "C"))
-    integers = (types.int64, types.int64, types.boolean)
+    integers = (types.int64, types.boolean, types.int64, types.boolean)
     for layout in (LAYOUTS[index] for index in layouts):
         reader: Any
         others: tuple[Any, ...]
         if layout.is_plain:
-            reader, others = _read_plain_rows, (types.int64,)
+            reader, others = _read_plain_rows, (types.int64, types.boolean, types.boolean)
         elif layout.is_nested:
             reader, others = _read_nested_rows, (*integers, *[types.int64] * 4)
         else:
@@ -71,21 +70,25 @@ def compile_reading(layouts: Iterable[int]) -> None:
 
 
 @kernel
-def _read_plain_rows(weights: Bytes, row_ids: npt.NDArray[np.int64], out: Floats, layout: int) -> None:
+def _read_plain_rows(
+    weights: Bytes, row_ids: npt.NDArray[np.int64], out: Floats, bits: int, is_half: bool, in_tiles: bool
+) -> None:
     for index in range(row_ids.shape[0]):
         block, lane = weights[row_ids[index] // OUTPUTS], row_ids[index] % OUTPUTS
-        if layout == F32:
+        if bits == 32:
             numbers = block.view(np.float32)
             for column in range(out.shape[1]):
                 out[index, column] = numbers[column * OUTPUTS + lane]
             continue
         halves = block.view(np.uint16)
         for column in range(out.shape[1]):
-            bits = halves[column * OUTPUTS + lane]
-            if layout == F16:
-                out[index, column] = half_to_float(bits)
+            place = column * OUTPUTS + lane
+            if in_tiles:
+                place = (column // SIMPLE_COLUMNS * OUTPUTS + lane) * SIMPLE_COLUMNS + column % SIMPLE_COLUMNS
+            if is_half:
+                out[index, column] = half_to_float(halves[place])
             else:
-                out[index, column] = bits_to_float(np.int32(np.uint32(bits) << np.uint32(16)))
+                out[index, column] = bits_to_float(np.int32(np.uint32(halves[place]) << np.uint32(16)))
 
 
 @kernel
@@ -94,6 +97,7 @@ def _read_simple_rows(
     row_ids: npt.NDArray[np.int64],
     out: Floats,
     bits: int,
+    in_tiles: bool,
     zero_point: int,
     has_minimum: bool,
     scales: int,
@@ -107,7 +111,7 @@ def _read_simple_rows(
             scale = _half_at(block, scales + place)
             minimum = _half_at(block, minima + place) if has_minimum else np.float32(0)
             for column in range(group * SIMPLE_COLUMNS, min((group + 1) * SIMPLE_COLUMNS, out.shape[1])):
-                value = scale * np.float32(_integer_at(block, lane, column, bits) - zero_point)
+                value = scale * np.float32(_integer_at(block, lane, column, bits, in_tiles) - zero_point)
                 out[index, column] = value + minimum if has_minimum else value
 
 
@@ -117,6 +121,7 @@ def _read_nested_rows(
     row_ids: npt.NDArray[np.int64],
     out: Floats,
     bits: int,
+    in_tiles: bool,
     zero_point: int,
     has_minimum: bool,
     scales: int,
@@ -137,13 +142,19 @@ def _read_nested_rows(
             if has_minimum:
                 minimum = _half_at(block, minima + place) * np.float32(block[minimum_factors + factor_place])
             for column in range(first, first + run):
-                value = scale * np.float32(_integer_at(block, lane, column, bits) - zero_point)
+                value = scale * np.float32(_integer_at(block, lane, column, bits, in_tiles) - zero_point)
                 out[index, column] = value - minimum if has_minimum else value
 
 
 @kernel
-def _integer_at(block: Bytes, lane: int, column: int, bits: int) -> int:
-    group, quad, place = column // 32, column % 32 // 4, column % 4
+def _integer_at(block: Bytes, lane: int, column: int, bits: int, in_tiles: bool) -> int:
+    group, within = column // SIMPLE_COLUMNS, column % SIMPLE_COLUMNS
+    if in_tiles:
+        if bits == 8:
+            return int(block[(group * OUTPUTS + lane) * SIMPLE_COLUMNS + within])
+        byte = int(block[((group * 4 + lane // 4) * SIMPLE_COLUMNS + within) * 2 + lane % 4 // 2])
+        return byte >> 4 if lane % 2 else byte & 15
+    quad, place = within // 4, within % 4
     if bits == 8:
         return int(block[group * 512 + quad * 64 + lane * 4 + place])
     byte = int(block[group * 256 + quad % 4 * 64 + lane * 4 + place])

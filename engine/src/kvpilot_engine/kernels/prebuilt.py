@@ -44,9 +44,10 @@ def compile_everything() -> None:
     from kvpilot_engine.kernels.compile_ahead import compile_decoder_parts
     from kvpilot_engine.kernels.compile_attention import compile_attention
     from kvpilot_engine.kernels.compile_sampling import compile_sampling
-    from kvpilot_engine.kernels.packed_matrix import LAYOUTS
+    from kvpilot_engine.kernels.cpu_features import multiplies_tiles
+    from kvpilot_engine.kernels.packed_matrix import layouts_in_use
 
-    compile_decoder_parts(range(len(LAYOUTS)), gated_activation.BY_NAME)
+    compile_decoder_parts(layouts_in_use(in_tiles=multiplies_tiles()), gated_activation.BY_NAME)
     for element_bytes in (2, 4):
         compile_attention(element_bytes)
     compile_sampling()

@@ -9,8 +9,7 @@ unpacking the weights again.
 # ruff: noqa: ARG001 - numba names arguments that only the emitted code reads
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,6 @@ import numpy.typing as npt
 from llvmlite import ir
 from numba import types
 
-from kvpilot_engine.kernels import integer_tiles
 from kvpilot_engine.kernels.activation_quantization import (
     GROUP,
     MINUS_128_FIRST_SUM,
@@ -28,7 +26,7 @@ from kvpilot_engine.kernels.activation_quantization import (
     SCALED_SUM,
 )
 from kvpilot_engine.kernels.block_formats import NESTED_COLUMNS
-from kvpilot_engine.kernels.cpu_features import DotPath, dot_path, multiplies_tiles, tiles_permitted
+from kvpilot_engine.kernels.cpu_features import DotPath, dot_path
 from kvpilot_engine.kernels.integer_dot import IntegerDot, integer_dot
 from kvpilot_engine.kernels.jit import emitted, parallel_kernel, parallel_range
 from kvpilot_engine.kernels.packed_matrix import (
@@ -43,7 +41,7 @@ from kvpilot_engine.kernels.packed_matrix import (
     Q8_0,
     PackedLayout,
 )
-from kvpilot_engine.kernels.simd import F32X16, I32X16, I64, POINTER, EmittedArray, Simd, Value
+from kvpilot_engine.kernels.simd import F32X16, I32X16, I64, EmittedArray, Simd, Value
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -55,11 +53,6 @@ QUADS = GROUP // 4
 _VECTOR_BYTES = 64
 _GROUP_WORDS_BYTES = 16
 _GROUPS_PER_SUPERBLOCK = NESTED_COLUMNS // GROUP
-
-_LONGEST_UNPACKED = 2048
-"""Groups of a row, 512 bytes each: a thread's stack may have two megabytes."""
-
-tiles_permitted()  # before code from the cache can use tile registers
 
 
 def tile_sizes(path: DotPath) -> tuple[int, ...]:
@@ -126,22 +119,6 @@ def multiply_block(
         column = simd.at(out.pointer, simd.times(builder.add(first_output, before), 4))
         num_rows = values.shape[0]
         first_row: Value = ir.Constant(I64, 0)
-        if multiplies_tiles() and packed_layout.columns_per_factor == GROUP:
-            num_tiles = _count_wide_tiles(simd, num_rows, place.num_groups)
-            with builder.if_then(builder.icmp_signed(">", num_tiles, first_row)), _unpacked(simd, place) as weights_8:
-                integer_tiles.configure(simd)
-                with simd.loop(num_tiles) as tile:
-                    row = simd.times(tile, integer_tiles.ROWS)
-                    _emit_wide_tile(
-                        simd,
-                        place,
-                        weights_8,
-                        (simd.at(values.pointer, simd.times(row, values.strides[0])), values.strides[0]),
-                        (simd.at(groups.pointer, simd.times(row, groups.strides[0])), groups.strides[0]),
-                        (simd.at(column, simd.times(row, out.strides[0])), out.strides[0]),
-                    )
-                integer_tiles.release(simd)
-            first_row = simd.times(num_tiles, integer_tiles.ROWS)
         for size in tile_sizes(dot_path()):
             left = builder.sub(num_rows, first_row)
             num_tiles = builder.sdiv(left, ir.Constant(I64, size))
@@ -183,60 +160,6 @@ def _emit_tile(simd: Simd, block: _Block, values: list[Value], groups: list[Valu
             _add_group(simd, total, its_words, its_sums, scaling)
     for total, place in zip(totals, out, strict=True):
         simd.store_first_f32(simd.get(total), place, block.mask)
-
-
-def _count_wide_tiles(simd: Simd, num_rows: Value, num_groups: Value) -> Value:
-    """Tiles of sixteen rows; none for a row so long that its unpacked weights would not fit on a stack."""
-    builder = simd.builder
-    fits = builder.icmp_signed("<=", num_groups, ir.Constant(I64, _LONGEST_UNPACKED))
-    return builder.select(fits, builder.sdiv(num_rows, ir.Constant(I64, integer_tiles.ROWS)), ir.Constant(I64, 0))
-
-
-@contextmanager
-def _unpacked(simd: Simd, block: _Block) -> Iterator[Value]:
-    """The block's weights as bytes, group after group: those of four bits unpacked to the stack for the time of use."""
-    if block.layout.bits == 8:
-        yield block.weights
-        return
-    builder = simd.builder
-    top = simd.call("llvm.stacksave.p0", POINTER, [])
-    memory = builder.alloca(I32X16, size=simd.times(block.num_groups, QUADS))
-    memory.align = _VECTOR_BYTES
-    start = builder.inttoptr(builder.ptrtoint(memory, I64), POINTER)
-    with simd.loop(block.num_groups) as group:
-        target = simd.at(start, simd.times(group, QUADS * _VECTOR_BYTES))
-        for quad, vector in enumerate(_load_weights(simd, integer_dot(dot_path()), block, group)):
-            simd.store(vector, simd.at(target, _VECTOR_BYTES * quad), _VECTOR_BYTES)
-    yield start
-    simd.call("llvm.stackrestore.p0", ir.VoidType(), [top])
-
-
-def _emit_wide_tile(
-    simd: Simd,
-    block: _Block,
-    weights: Value,
-    values: tuple[Value, Value],
-    groups: tuple[Value, Value],
-    out: tuple[Value, Value],
-) -> None:
-    """Sixteen rows by AMX; the last three give the first row's address and the bytes from a row to the next."""
-    rows = [ir.Constant(I64, row) for row in range(integer_tiles.ROWS)]
-    words_of_rows = [simd.at(groups[0], simd.times(groups[1], row)) for row in rows]
-    bias = simd.load_f32(block.bias)
-    totals = [simd.variable(bias) for _ in rows]
-    dot = integer_dot(dot_path())
-    sums = integer_tiles.allocate_vectors(simd, integer_tiles.ROWS)
-    with simd.loop(block.num_groups) as group:
-        its_weights = simd.at(weights, simd.times(group, QUADS * _VECTOR_BYTES))
-        integer_tiles.multiply_group(simd, simd.at(values[0], simd.times(group, GROUP)), values[1], its_weights, sums)
-        scaling = _load_scaling(simd, block, group)
-        for row, (total, row_words) in enumerate(zip(totals, words_of_rows, strict=True)):
-            words = simd.at(row_words, simd.times(group, _GROUP_WORDS_BYTES))
-            (start,) = _start_sums(simd, dot, block.layout, words)
-            products = simd.load(simd.at(sums, _VECTOR_BYTES * row), I32X16, _VECTOR_BYTES)
-            _add_group(simd, total, words, [simd.builder.add(start, products)], scaling)
-    for row, total in zip(rows, totals, strict=True):
-        simd.store_first_f32(simd.get(total), simd.at(out[0], simd.times(out[1], row)), block.mask)
 
 
 def _load_weights(simd: Simd, dot: IntegerDot, block: _Block, group: Value) -> list[Value]:

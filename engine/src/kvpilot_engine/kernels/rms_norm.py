@@ -3,6 +3,7 @@
     residual += addend                                   where there is an addend
     normed = residual / sqrt(mean(residual**2) + epsilon) * weight
     values, groups = quantized normed                    for integer linears; plain ones read normed
+    tiles = normed as bfloat16                           for tiled linears
 
 Each row by itself, in float32, in an order that depends on its length alone.
 """
@@ -13,10 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpilot_engine.kernels.activation_quantization import ROWS_ALONE, quantize_row
+from kvpilot_engine.kernels.bfloat_tiles import ROWS
 from kvpilot_engine.kernels.jit import kernel, kernel_with_sums, parallel_kernel, parallel_range
+from kvpilot_engine.kernels.tiled_rows import pack_row, pack_tile
 
 Floats = npt.NDArray[np.float32]
 Values = npt.NDArray[np.int8]
+Tiles = npt.NDArray[np.uint16]
 
 
 @kernel_with_sums
@@ -95,3 +99,53 @@ def add_rms_norm_quantize(
         return
     for row in parallel_range(residual.shape[0]):
         add_norm_and_quantize_row(residual[row], addend[row], weight, epsilon, normed[row], values[row], groups[row])
+
+
+@kernel
+def _norm_and_pack_tile(
+    residual: Floats, index: int, weight: Floats, epsilon: float, normed: Floats, tile: Tiles
+) -> None:
+    for row in range(index * ROWS, min(residual.shape[0], (index + 1) * ROWS)):
+        rms_norm_row(residual[row], weight, epsilon, normed[row])
+    pack_tile(normed, index, tile)
+
+
+@parallel_kernel
+def rms_norm_tiles(residual: Floats, weight: Floats, epsilon: float, normed: Floats, tiles: Tiles) -> None:
+    """For the first layer, which has nothing to add."""
+    if residual.shape[0] <= ROWS_ALONE:
+        for row in range(residual.shape[0]):
+            rms_norm_row(residual[row], weight, epsilon, normed[row])
+            pack_row(normed[row], tiles[0], row)
+    elif residual.shape[0] <= ROWS:
+        for index in parallel_range(residual.shape[0]):
+            place = np.int64(index)
+            rms_norm_row(residual[place], weight, epsilon, normed[place])
+            pack_row(normed[place], tiles[0], place)
+    else:
+        for index in parallel_range(tiles.shape[0]):
+            place = np.int64(index)
+            _norm_and_pack_tile(residual, place, weight, epsilon, normed, tiles[place])
+
+
+@parallel_kernel
+def add_rms_norm_tiles(
+    residual: Floats, addend: Floats, weight: Floats, epsilon: float, normed: Floats, tiles: Tiles
+) -> None:
+    if residual.shape[0] <= ROWS_ALONE:
+        for row in range(residual.shape[0]):
+            add_row(residual[row], addend[row])
+            rms_norm_row(residual[row], weight, epsilon, normed[row])
+            pack_row(normed[row], tiles[0], row)
+    elif residual.shape[0] <= ROWS:
+        for index in parallel_range(residual.shape[0]):
+            place = np.int64(index)
+            add_row(residual[place], addend[place])
+            rms_norm_row(residual[place], weight, epsilon, normed[place])
+            pack_row(normed[place], tiles[0], place)
+    else:
+        for index in parallel_range(tiles.shape[0]):
+            place = np.int64(index)
+            for row in range(place * ROWS, min(residual.shape[0], (place + 1) * ROWS)):
+                add_row(residual[row], addend[row])
+            _norm_and_pack_tile(residual, place, weight, epsilon, normed, tiles[place])

@@ -16,6 +16,8 @@ from llvmlite import ir
 from numba.core import cgutils
 
 LANES = 16
+LINE = 64
+"""Bytes of a cache line, and of a vector."""
 
 F16 = ir.HalfType()
 F32 = ir.FloatType()
@@ -28,9 +30,26 @@ I32X16 = ir.VectorType(I32, LANES)
 I16X16 = ir.VectorType(I16, LANES)
 I8X16 = ir.VectorType(I8, LANES)
 I8X64 = ir.VectorType(I8, 4 * LANES)
+I16X32 = ir.VectorType(I16, 2 * LANES)
 
 Value = Any
 """A value in the code that is being emitted; llvmlite has no types for mypy."""
+
+
+class _BFloat(ir.Type):
+    """LLVM's bfloat, which llvmlite has no type for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+_BF16X16 = ir.VectorType(_BFloat(), LANES)
 
 _LOG2_E = 1.4426950408889634
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
@@ -104,6 +123,10 @@ class Simd:
         """A mask of the first `count` (i64) lanes."""
         lanes = ir.Constant(I32X16, list(range(LANES)))
         return self.builder.icmp_signed("<", lanes, self.splat(self.builder.trunc(count, I32)))
+
+    def round_to_bf16(self, value: Value) -> Value:
+        """Sixteen float32 as the bits of bfloat16 (int16 lanes), rounded to nearest, ties to even."""
+        return self.builder.bitcast(self.builder.fptrunc(value, _BF16X16), I16X16)
 
     def prefetch(self, pointer: Value) -> None:
         """Asks for one cache line to be read soon; any address is allowed."""
@@ -191,6 +214,21 @@ class Simd:
 
     # Across lanes
 
+    def shuffle(self, left: Value, right: Value, lanes: Sequence[int]) -> Value:
+        """Chosen lanes of two vectors, those of the second counted on."""
+        return self.builder.shuffle_vector(left, right, ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes)))
+
+    def transpose(self, rows: Sequence[Value]) -> list[Value]:
+        """Sixteen vectors of sixteen 32-bit lanes: lane i of vector j to lane j of vector i."""
+        vectors = list(rows)
+        for distance in (8, 4, 2, 1):
+            low = [lane if not lane & distance else LANES + lane - distance for lane in range(LANES)]
+            high = [lane + distance if not lane & distance else LANES + lane for lane in range(LANES)]
+            for index in (index for index in range(LANES) if not index & distance):
+                pair = vectors[index], vectors[index + distance]
+                vectors[index], vectors[index + distance] = self.shuffle(*pair, low), self.shuffle(*pair, high)
+        return vectors
+
     def sum(self, value: Value) -> Value:
         """All lanes added, in halves: always the same order."""
         return self._reduce(value, self.add)
@@ -223,6 +261,26 @@ class Simd:
         place = cgutils.alloca_once(self.builder, initial.type)  # type: ignore[no-untyped-call]
         self.builder.store(initial, place)
         return place
+
+    def allocate_lines(self, count: int) -> Value:
+        """Memory of the emitted function: so many lines of 64 bytes, at the start of a cache line."""
+        place = cgutils.alloca_once(self.builder, ir.ArrayType(I32X16, count))  # type: ignore[no-untyped-call]
+        place.align = LINE
+        return self.builder.inttoptr(self.builder.ptrtoint(place, I64), POINTER)
+
+    @contextmanager
+    def memory(self, num_lines: Value) -> Iterator[Value]:
+        """The same for a number that is known when it runs, for the time of the context: on the thread's stack."""
+        top = self.call("llvm.stacksave.p0", POINTER, [])
+        place = self.builder.alloca(I32X16, size=num_lines)
+        place.align = LINE
+        yield self.builder.inttoptr(self.builder.ptrtoint(place, I64), POINTER)
+        self.call("llvm.stackrestore.p0", ir.VoidType(), [top])
+
+    def smaller(self, left: Value, right: Value | int) -> Value:
+        """The smaller of two signed integers."""
+        other = ir.Constant(left.type, right) if isinstance(right, int) else right
+        return self.builder.select(self.builder.icmp_signed("<", left, other), left, other)
 
     def get(self, place: Value, kind: Value = F32X16) -> Value:
         return self.builder.load(place, typ=kind)

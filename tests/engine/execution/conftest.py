@@ -30,6 +30,7 @@ from kvpilot_engine.execution.paged_kv_storage import KVDtype, PagedKVStorage
 from kvpilot_engine.execution.sampler import sample
 from kvpilot_engine.execution.step_runner import StepRunner
 from kvpilot_engine.execution.torch_model_runner import TorchModelRunner
+from kvpilot_engine.kernels.cpu_features import multiplies_tiles
 from kvpilot_engine.models.torch_decoder import TorchDecoder, load_torch_decoder
 from kvpilot_engine.models.weights import open_weights
 
@@ -198,7 +199,7 @@ def make_torch_generator(model: TorchDecoder) -> Generator:
     return Generator(make_runner)
 
 
-def make_compiled_generator(weights: CompiledWeights) -> Generator:
+def make_compiled_generator(weights: CompiledWeights, *, in_tiles: bool) -> Generator:
     """The compiled path, on a half-precision cache full of NaN."""
     numba.set_num_threads(1)
 
@@ -208,17 +209,12 @@ def make_compiled_generator(weights: CompiledWeights) -> Generator:
         for layer in kv_cache.layers:
             layer.keys.view(np.float16)[1:] = np.nan
             layer.values.view(np.float16)[1:] = np.nan
-        workspace = CompiledWorkspace.allocate(config, kv_cache.layout, max_rows=budget, num_threads=1)
+        workspace = CompiledWorkspace.allocate(
+            config, kv_cache.layout, max_rows=budget, num_threads=1, in_tiles=in_tiles
+        )
         return CompiledModelRunner(weights, kv_cache, workspace, HostMemory())
 
     return Generator(make_runner)
-
-
-@pytest.fixture(scope="session")
-def tiny_compiled(tiny_folder: Path) -> CompiledWeights:
-    """In 8 bit, so that the integer kernels run."""
-    with open_weights(tiny_folder) as source:
-        return load_compiled_weights(source, max_positions=256, quantize_plain=True)
 
 
 @pytest.fixture(scope="session")
@@ -226,10 +222,17 @@ def tiny_float32(tiny_model: TorchDecoder) -> Generator:
     return make_torch_generator(tiny_model)
 
 
-@pytest.fixture(scope="session", params=["float32", "compiled"])
-def tiny(request: pytest.FixtureRequest, tiny_float32: Generator, tiny_compiled: CompiledWeights) -> Generator:
-    """Each path must keep its own bits."""
-    return tiny_float32 if request.param == "float32" else make_compiled_generator(tiny_compiled)
+@pytest.fixture(scope="session", params=["float32", "bytes", "tiles"])
+def tiny(request: pytest.FixtureRequest, tiny_float32: Generator, tiny_folder: Path) -> Generator:
+    """Each path must keep its own bits; the compiled ones in 8 bit, so that their kernels for packed weights run."""
+    if request.param == "float32":
+        return tiny_float32
+    in_tiles = request.param == "tiles"
+    if in_tiles and not multiplies_tiles():
+        pytest.skip("this processor has no bfloat16 tiles")
+    with open_weights(tiny_folder) as source:
+        weights = load_compiled_weights(source, max_positions=256, quantize_plain=True, in_tiles=in_tiles)
+    return make_compiled_generator(weights, in_tiles=in_tiles)
 
 
 @pytest.fixture(scope="session")

@@ -67,14 +67,13 @@ def test_logits_are_close_to_the_reference(
 def test_sizes_are_told_before_weights_are_read(tiny_folder: Path) -> None:
     with open_weights(tiny_folder) as source:
         for quantize, in_tiles in ((False, False), (True, False), (False, True), (True, True)):
-            how = {"max_positions": 32, "quantize_plain": quantize, "in_tiles": in_tiles}
-            weights = load_compiled_weights(source, **how)
+            weights = load_compiled_weights(source, max_positions=32, quantize_plain=quantize, in_tiles=in_tiles)
             matrices = [weights.embedding, *(matrix for layer in weights.layers for matrix in layer.matrices)]
             norms = weights.norm.nbytes + sum(
                 layer.attention_norm.nbytes + layer.mlp_norm.nbytes for layer in weights.layers
             )
             tables = weights.layers[0].cos.nbytes + weights.layers[0].sin.nbytes
-            told = weights_bytes(source, **how)
+            told = weights_bytes(source, max_positions=32, quantize_plain=quantize, in_tiles=in_tiles)
             held = sum(matrix.size_bytes for matrix in matrices) + norms + tables
             # joined matrices share the bytes that fill up their last blocks
             assert 0.98 * told <= held <= told

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from kvpilot_engine.kernels.activation_quantization import ROWS_ALONE, quantize_row
 from kvpilot_engine.kernels.bfloat_tiles import ROWS
 from kvpilot_engine.kernels.jit import kernel, kernel_with_sums, parallel_kernel, parallel_range
-from kvpilot_engine.kernels.tiled_rows import pack_row, pack_tile
+from kvpilot_engine.kernels.tiled_rows import Index, pack_row, pack_tile
 
 Floats = npt.NDArray[np.float32]
 Values = npt.NDArray[np.int8]
@@ -103,7 +103,7 @@ def add_rms_norm_quantize(
 
 @kernel
 def _norm_and_pack_tile(
-    residual: Floats, index: int, weight: Floats, epsilon: float, normed: Floats, tile: Tiles
+    residual: Floats, index: Index, weight: Floats, epsilon: float, normed: Floats, tile: Tiles
 ) -> None:
     for row in range(index * ROWS, min(residual.shape[0], (index + 1) * ROWS)):
         rms_norm_row(residual[row], weight, epsilon, normed[row])

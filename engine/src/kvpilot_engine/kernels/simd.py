@@ -36,7 +36,7 @@ Value = Any
 """A value in the code that is being emitted; llvmlite has no types for mypy."""
 
 
-class _BFloat(ir.Type):
+class _BFloat(ir.Type):  # type: ignore[misc]
     """LLVM's bfloat, which llvmlite has no type for."""
 
     def _to_string(self) -> str:

@@ -23,6 +23,7 @@ from kvpilot_engine.kernels.weight_memory import aligned_zeros
 
 Floats = npt.NDArray[np.float32]
 Tiles = npt.NDArray[np.uint16]
+Index = int | np.int64
 
 ROWS_ALONE = 4
 """So many rows are done sooner than a second thread is woken."""
@@ -115,7 +116,7 @@ def _load_pairs(simd: Simd, pointer: Any) -> Any:
 
 
 @kernel
-def _pack_rest_of_row(row: Floats, rest: Floats, tile: Tiles, lane: int) -> None:
+def _pack_rest_of_row(row: Floats, rest: Floats, tile: Tiles, lane: Index) -> None:
     """The columns that do not fill a group, and zeros."""
     first = row.shape[0] // COLUMNS * COLUMNS
     rest[:] = 0
@@ -125,7 +126,7 @@ def _pack_rest_of_row(row: Floats, rest: Floats, tile: Tiles, lane: int) -> None
 
 
 @kernel
-def pack_row(row: Floats, tile: Tiles, lane: int) -> None:
+def pack_row(row: Floats, tile: Tiles, lane: Index) -> None:
     """One row to its lane of a tile, [groups, 32 * rows of the tile]."""
     num_whole = row.shape[0] // COLUMNS
     _pack_groups_of_row(row, np.int64(num_whole), tile, np.int64(lane))
@@ -134,7 +135,7 @@ def pack_row(row: Floats, tile: Tiles, lane: int) -> None:
 
 
 @kernel
-def pack_tile(rows: Floats, index: int, tile: Tiles) -> None:
+def pack_tile(rows: Floats, index: Index, tile: Tiles) -> None:
     """Rows 16 * index … to their tile."""
     first = index * ROWS
     count = min(rows.shape[0] - first, ROWS)

@@ -140,5 +140,5 @@ def _look_up(simd: Simd, nibbles: Value, place: int, at_scale: Value, at_minimum
 def _narrow(simd: Simd, halves: list[Value]) -> Value:
     """Two vectors of float32 as 32 bfloat16."""
     builder = simd.builder
-    raised = [builder.add(builder.bitcast(half, I32X16), simd.splat_i32(HALF_OF_LAST_BIT)) for half in halves]
-    return simd.shuffle(*(builder.bitcast(half, I16X32) for half in raised), range(1, 2 * COLUMNS, 2))
+    low, high = (builder.add(builder.bitcast(half, I32X16), simd.splat_i32(HALF_OF_LAST_BIT)) for half in halves)
+    return simd.shuffle(builder.bitcast(low, I16X32), builder.bitcast(high, I16X32), range(1, 2 * COLUMNS, 2))

@@ -1,8 +1,8 @@
-"""Which instructions multiply small integers on this machine. Nothing else of a kernel depends on the machine by name.
+"""Which instructions multiply on this machine. Nothing else of a kernel depends on the machine by name.
 
-Looked up when the first kernel is compiled, not at import. The environment variable KVPILOT_CPU_DOT forces a path
-(`avx512_vnni`, `avx_vnni`, `avx2`, `plain`), for tests and for finding faults; results are the same on each. AMX comes
-on top of AVX-512 where no path is forced.
+Linears are bfloat16 tiles where the processor has AMX for them, else sums of products of bytes by one of several paths,
+whose results are the same. Looked up when the first kernel is compiled, not at import. The environment variable
+KVPILOT_CPU_DOT forces bytes and a path (`avx512_vnni`, `avx_vnni`, `avx2`, `plain`), for tests and for finding faults.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import select
 import signal
 import sys
 import time
@@ -133,6 +134,9 @@ class EngineLoop:
 
     def __init__(self, connection: Connection, model: ServingModel, start: ChildStart, clock: Clock) -> None:
         self._connection = connection
+        # `Connection.poll` builds a selector at each call, and that is asked before every step
+        self._commands = select.poll()
+        self._commands.register(connection.fileno(), select.POLLIN)
         self._model = model
         self._clock = clock
         self._runner = ObservedRunner(model.runner, clock)
@@ -217,7 +221,7 @@ class EngineLoop:
         """Take everything that is there, waiting a moment only when idle. None: nothing came."""
         timeout_s = 0.0 if self._core.has_work else min(TUNING_POLL_S, HEARTBEAT_S)
         refused: list[RequestRefused] | None = None
-        while self._connection.poll(timeout_s):
+        while self._commands.poll(1000 * timeout_s):
             timeout_s = 0.0
             refused = refused or []
             command = self._connection.recv()

@@ -65,3 +65,9 @@ def test_the_engine_pod_is_restricted(cluster: Kubectl, apply_ready: Callable[..
     assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
     assert pod["spec"]["automountServiceAccountToken"] is False
+
+
+def test_a_pod_loads_the_kernels_that_came_along(cluster: Kubectl, apply_ready: Callable[..., dict[str, Any]]) -> None:
+    name = apply_ready(example())["metadata"]["name"]
+    log = cluster.run("logs", "--selector", f"kvpilot.dev/deployment={name}", "--container=engine", "--tail=-1")
+    assert "kernels: none compiled, all loaded from /var/lib/kvpilot/cache/" in log, log

@@ -38,6 +38,12 @@ def env(**spec: Any) -> dict[str, Any]:
     return {e["name"]: e.get("value", e.get("valueFrom")) for e in engine(**spec)["env"]}
 
 
+def test_the_engine_chooses_the_folder_of_its_kernels() -> None:
+    """One given to numba would be used as it is: stale after an upgrade, and without what came with the image."""
+    assert env()["XDG_CACHE_HOME"] == "/var/lib/kvpilot/cache"
+    assert "NUMBA_CACHE_DIR" not in env()
+
+
 def test_command_line_of_the_defaults() -> None:
     assert engine()["command"] == ["python3", "-m", "kvpilot_engine"]
     assert engine()["args"] == [

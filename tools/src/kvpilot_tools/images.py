@@ -51,10 +51,11 @@ ENGINE = Image("kvpilot-engine", "Dockerfile.engine", ("constraints.txt", "engin
 
 def build(image: Image, *, load: bool) -> str:
     """Build unless it is there already, load it into the local cluster if told to, and return its reference."""
+    reference = image.reference  # once: sources may be edited while it is built
     command = [sys.executable, "-m", "kvpilot_tools.cluster", "build-image", str(ROOT / image.dockerfile)]
-    command += ["--tag", image.reference, "--if-missing", *(["--load"] if load else [])]
+    command += ["--tag", reference, "--if-missing", *(["--load"] if load else [])]
     subprocess.run(command, check=True, cwd=ROOT)
-    return image.reference
+    return reference
 
 
 def main() -> None:

@@ -33,6 +33,7 @@ from kvpilot_engine.execution.memory_budget import MemoryBudget
 from kvpilot_engine.execution.settings import ExecutionSettings
 from kvpilot_engine.execution.start_times import StartTimes
 from kvpilot_engine.execution.token_budget import choose_token_budget, measure_tokens_per_s
+from kvpilot_engine.kernels.compile_cache import NUMBA_VARIABLE
 from kvpilot_engine.models.decoder_config import DecoderConfig
 from kvpilot_engine.models.weights import open_weights
 
@@ -221,8 +222,11 @@ class _Compilation:
             self._done.result()
 
     def _run(self) -> None:
-        with self._times.part("kernels"):
+        from kvpilot_engine.execution.compile_count import count_compiled  # numba only when a path has been chosen
+
+        with self._times.part("kernels"), count_compiled() as count:
             self._compile_kernels()
+        _LOG.info("%s", count.describe(os.environ.get(NUMBA_VARIABLE, "numba's own folders")))
 
 
 def check_settings(settings: ExecutionSettings) -> None:

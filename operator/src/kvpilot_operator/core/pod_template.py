@@ -105,12 +105,12 @@ def _build_env(spec: LLMDeploymentSpec) -> list[dict[str, Any]]:
         _from_field("KVPILOT_POD_UID", "metadata.uid"),
         _from_field("KVPILOT_POD_NAME", "metadata.name"),
         _from_field("KVPILOT_POD_NAMESPACE", "metadata.namespace"),
-        # The root file system is read-only and the user has no entry in passwd: libraries need to be told both.
+        # The root file system is read-only and the user has no entry in passwd: libraries need to be told both. Not
+        # numba: the engine chooses a folder for each version of its kernels, and takes what came with the image.
         {"name": "HOME", "value": naming.CACHE_DIR},
         {"name": "USER", "value": "kvpilot"},
         {"name": "XDG_CACHE_HOME", "value": naming.CACHE_DIR},
         {"name": "HF_HOME", "value": f"{naming.CACHE_DIR}/huggingface"},
-        {"name": "NUMBA_CACHE_DIR", "value": f"{naming.CACHE_DIR}/numba"},
         {"name": "TRITON_CACHE_DIR", "value": f"{naming.CACHE_DIR}/triton"},
     ]
     if spec.model.access_token_secret is not None:

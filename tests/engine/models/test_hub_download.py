@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,6 +20,9 @@ import pytest
 COMMIT = {"main": "a" * 40, "v1": "b" * 40}
 WEIGHTS = bytes(range(256)) * 60_000
 """15 MB: the library writes what arrives in pieces of 10 MiB."""
+LARGE = (".safetensors", ".gguf")
+"""The hub keeps these by the hash of their content, others by git's."""
+WRITTEN_AT_ONCE = 10 * 2**20
 
 
 @dataclass
@@ -28,6 +32,10 @@ class HubState:
     files: dict[str, bytes] = field(default_factory=dict)
     cut_at: int | None = None
     """Close the connection after so many bytes of the weights, once."""
+    stall_at: int | None = None
+    """Send nothing more after so many bytes of the weights, once, until stalled is answered by resumed."""
+    stalled: threading.Event = field(default_factory=threading.Event)
+    resumed: threading.Event = field(default_factory=threading.Event)
     announced_size: int | None = None
     """What the file list says about the weights' size, when it is not true."""
     token: str | None = None
@@ -64,9 +72,19 @@ class HubHandler(BaseHTTPRequestHandler):
             files = [{"type": "file", "path": n, "size": self._size(n), "oid": _oid(n)} for n in self.state.files]
             self._answer(200, json.dumps(files).encode(), {"Content-Type": "application/json"})
         else:
-            siblings = [{"rfilename": n, "size": self._size(n), "blobId": _oid(n)} for n in self.state.files]
+            siblings = [self._describe(name) for name in self.state.files]
             info = {"id": "o/m", "sha": commit, "private": False, "disabled": False, "siblings": siblings}
             self._answer(200, json.dumps(info).encode(), {"Content-Type": "application/json"})
+
+    def _describe(self, name: str) -> dict[str, object]:
+        entry: dict[str, object] = {"rfilename": name, "size": self._size(name), "blobId": _oid(name)}
+        if name.endswith(LARGE):
+            entry["lfs"] = {"sha256": self._etag(name), "size": self._size(name), "pointerSize": 134}
+        return entry
+
+    def _etag(self, name: str) -> str:
+        content = self.state.files[name]
+        return hashlib.sha256(content).hexdigest() if name.endswith(LARGE) else _oid(name)
 
     def _size(self, name: str) -> int:
         is_lied_about = name == "model.safetensors" and self.state.announced_size is not None
@@ -75,7 +93,7 @@ class HubHandler(BaseHTTPRequestHandler):
     def _answer_file(self, path: str) -> None:
         commit, _, name = path.partition("/")
         body = self.state.files[name]
-        headers = {"ETag": f'"{_oid(name)}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
+        headers = {"ETag": f'"{self._etag(name)}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
         status, start = 200, 0
         if self.headers["Range"]:
             start = int(self.headers["Range"].removeprefix("bytes=").partition("-")[0])
@@ -93,6 +111,13 @@ class HubHandler(BaseHTTPRequestHandler):
         if cuttable and self.state.cut_at is not None:
             body, self.state.cut_at = body[: self.state.cut_at], None
             self.close_connection = True
+        if cuttable and self.state.stall_at is not None:
+            body, self.state.stall_at = body[: self.state.stall_at], None
+            self.close_connection = True
+            self.wfile.write(body)
+            self.state.stalled.set()
+            self.state.resumed.wait(60)
+            return
         self.wfile.write(body)
 
     def log_message(self, *args: object) -> None:
@@ -133,6 +158,10 @@ except ModelNotFoundError as error:
 """
 
 
+def environment(cache: Path, endpoint: str, environ: dict[str, str]) -> dict[str, str]:
+    return os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache)} | environ
+
+
 def resolve(source: str, cache: Path, endpoint: str, **environ: str) -> tuple[dict[str, str], str]:
     """The outcome and the whole output, from a process of its own: the library reads its environment at import."""
     answer = subprocess.run(
@@ -140,7 +169,7 @@ def resolve(source: str, cache: Path, endpoint: str, **environ: str) -> tuple[di
         capture_output=True,
         text=True,
         check=True,
-        env=os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache)} | environ,
+        env=environment(cache, endpoint, environ),
         timeout=120,
     )
     outcome: dict[str, str] = json.loads(answer.stdout.splitlines()[-1])
@@ -171,7 +200,50 @@ def test_a_cut_connection_goes_on_where_it_broke_off(endpoint: str, state: HubSt
     outcome, _ = resolve("hf://o/m", tmp_path, endpoint)
     assert (Path(outcome["path"]) / "model.safetensors").read_bytes() == WEIGHTS
     ranges = [wanted for method, path, wanted in state.requests if method == "GET" and path.endswith("tensors")]
-    assert ranges == [None, f"bytes={10 * 2**20}-"]
+    assert ranges == [None, f"bytes={WRITTEN_AT_ONCE}-"]
+
+
+def test_a_killed_download_goes_on_where_the_next_start_finds_it(
+    endpoint: str, state: HubState, tmp_path: Path
+) -> None:
+    """As when a pod is killed while it loads, and its cache outlives it."""
+    state.stall_at = 12_000_000
+    first = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, "hf://o/m", str(tmp_path)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=environment(tmp_path, endpoint, {}),
+    )
+    try:
+        assert state.stalled.wait(60)
+        await_size(tmp_path, WRITTEN_AT_ONCE)
+    finally:
+        first.kill()
+        first.wait()
+        state.resumed.set()
+    outcome, _ = resolve("hf://o/m", tmp_path, endpoint)
+    assert (Path(outcome["path"]) / "model.safetensors").read_bytes() == WEIGHTS
+    ranges = [wanted for method, path, wanted in state.requests if method == "GET" and path.endswith("tensors")]
+    assert ranges == [None, f"bytes={WRITTEN_AT_ONCE}-"]
+
+
+def test_an_unfinished_file_of_other_content_is_removed(endpoint: str, tmp_path: Path) -> None:
+    blobs = tmp_path / "models--o--m" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / f"{hashlib.sha256(WEIGHTS).hexdigest()}.partial").write_bytes(b"x" * 1000)
+    outcome, _ = resolve("hf://o/m", tmp_path, endpoint)
+    assert outcome["reason"] == "ModelNotFound"
+    assert "model.safetensors arrived with SHA-256" in outcome["message"]
+    outcome, _ = resolve("hf://o/m", tmp_path, endpoint)
+    assert (Path(outcome["path"]) / "model.safetensors").read_bytes() == WEIGHTS
+
+
+def await_size(folder: Path, size: int) -> None:
+    """Until some file below the folder has reached this size."""
+    limit = time.monotonic() + 60
+    while not any(file.stat().st_size >= size for file in folder.rglob("*") if file.is_file()):
+        assert time.monotonic() < limit
+        time.sleep(0.02)
 
 
 def test_a_revision_is_pinned(endpoint: str, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 from kvpilot_engine.errors import ModelNotFoundError
 from kvpilot_engine.models.checkpoint_files import choose_files
+from kvpilot_engine.models.hub_blobs import BlobFetcher, LargeFile, unfinished_bytes
 
 _LOG = logging.getLogger(__name__)
 ACCESS_DENIED = "ModelAccessDenied"
@@ -60,11 +61,19 @@ def download(reference: HubReference, revision: str | None, cache_dir: Path | No
         info = HfApi(library_name="kvpilot").model_info(reference.repository, revision=revision, files_metadata=True)
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
         chosen = choose_files(sizes, variant=reference.variant, origin=str(named))
+        blobs = _blobs_folder(reference.repository, cache)
+        large = {
+            file.rfilename: LargeFile(file.lfs.sha256, file.lfs.size)
+            for file in info.siblings or ()
+            if file.lfs is not None and file.rfilename in chosen
+        }
         missing = _missing_bytes(reference.repository, info.sha, {name: sizes[name] for name in chosen}, cache)
+        missing = max(0, missing - unfinished_bytes(blobs, large))
         if missing:
             _check_space(cache, missing, named)
             _LOG.info("downloading %s: %s in %d files", named, _format_bytes(missing), len(chosen))
-        with _log_progress(named, cache, missing):
+        with _log_progress(named, blobs, missing):
+            BlobFetcher(reference.repository, info.sha or "main", blobs, bar=_silent_bar()).fetch(large)
             folder = snapshot_download(
                 reference.repository,
                 revision=revision,
@@ -176,13 +185,16 @@ def _check_sizes(folder: Path, sizes: dict[str, int], named: HubReference) -> No
             )
 
 
+def _blobs_folder(repository: str, cache: Path) -> Path:
+    return cache / f"models--{repository.replace('/', '--')}" / "blobs"
+
+
 @contextmanager
-def _log_progress(named: HubReference, cache: Path, missing: int) -> Iterator[None]:
+def _log_progress(named: HubReference, blobs: Path, missing: int) -> Iterator[None]:
     """Log how far a download is every PROGRESS_S, by what has arrived on disk."""
     if not missing:
         yield
         return
-    blobs = cache / f"models--{named.repository.replace('/', '--')}" / "blobs"
     before, started, done = _size(blobs), time.monotonic(), threading.Event()
 
     def watch() -> None:

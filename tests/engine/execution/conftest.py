@@ -238,3 +238,14 @@ def tiny(request: pytest.FixtureRequest, tiny_float32: Generator, tiny_folder: P
 @pytest.fixture(scope="session")
 def smollm2(smollm2_model: TorchDecoder) -> Generator:
     return make_torch_generator(smollm2_model)
+
+
+@pytest.fixture(scope="session", params=["bytes", "tiles"])
+def smollm2_compiled(request: pytest.FixtureRequest, smollm2_gguf: Path) -> Generator:
+    """The path that is served by default, on the real model."""
+    in_tiles = request.param == "tiles"
+    if in_tiles and not multiplies_tiles():
+        pytest.skip("this processor has no bfloat16 tiles")
+    with open_weights(smollm2_gguf) as source:
+        weights = load_compiled_weights(source, max_positions=256, quantize_plain=False, in_tiles=in_tiles)
+    return make_compiled_generator(weights, in_tiles=in_tiles)

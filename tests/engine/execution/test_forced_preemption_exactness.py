@@ -41,3 +41,16 @@ def test_forced_preemption_changes_no_bit(tiny: Any, every: int, caching: bool) 
     assert disturbed.stats.num_preemptions_total > 5
     assert disturbed.tokens == alone.tokens
     assert disturbed.logits == alone.logits
+
+
+@pytest.mark.model
+def test_forced_preemption_changes_no_bit_of_the_real_model_compiled(smollm2_compiled: Any) -> None:  # A6
+    source = random.Random(9)
+    prompts = {number: [source.randrange(49152) for _ in range(length)] for number, length in enumerate((4, 17, 40))}
+    alone = smollm2_compiled.run(prompts, max_tokens=MAX_TOKENS, one_by_one=True, sampling=sampling)
+    disturbed = smollm2_compiled.run(
+        prompts, max_tokens=MAX_TOKENS, budget=40, block_size=8, preempt_every=3, sampling=sampling
+    )
+    assert disturbed.stats.num_preemptions_total > 5
+    assert disturbed.tokens == alone.tokens
+    assert disturbed.logits == alone.logits

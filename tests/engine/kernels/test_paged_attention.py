@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numba
@@ -137,3 +137,30 @@ def test_a_row_has_the_same_bits_in_decode_prefill_and_company(
     # not at the borders of items
     chunks = case.attend([(0, 0, 101), (1, 5, 77), (0, 101, 230), (1, 250, 251), (0, 230, 300)], window=window)
     assert np.concatenate([chunks[0], chunks[2], chunks[4]]).tobytes() == whole.tobytes()
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
+@pytest.mark.parametrize("block_size", [8, 16, 24, 32, 128, 256])
+def test_lengths_at_the_borders_of_blocks(head_dim: int, block_size: int) -> None:  # A22
+    case = make_case(4, 2, head_dim, block_size)
+    lengths = sorted({1, *(n for n in (block_size - 1, block_size, block_size + 1, LONGEST) if n <= LONGEST)})
+    for length, (rows,) in zip(lengths, (case.attend([(1, length - 1, length)]) for length in lengths), strict=True):
+        np.testing.assert_allclose(rows[0], case.expect(1, length - 1), atol=3e-6)
+    (whole,) = case.attend([(1, 0, LONGEST)])
+    for length in lengths:
+        np.testing.assert_allclose(whole[length - 1], case.expect(1, length - 1), atol=3e-6)
+
+
+def test_the_last_block_of_a_cache_of_more_than_2_to_the_31_elements_is_found() -> None:  # A22
+    """The system lends pages only where something is written, so this takes addresses and no memory."""
+    small = make_case(2, 1, 64, 16, sequences=1)
+    blocks = small.tables.shape[1]
+    layout, far = small.layout, 2**31 // (16 * 64) + 100
+    stored = [np.zeros(layout.storage_shape(far + blocks + 1), np.float16) for _ in range(2)]
+    assert stored[0].size > 2**31
+    for large, near in zip(stored, (small.keys, small.values), strict=True):
+        large[far + 1 :] = near[1:]
+    distant = replace(small, keys=stored[0], values=stored[1], tables=small.tables + far)
+    for start in (0, LONGEST - 1):
+        (found,), (expected,) = (case.attend([(0, start, LONGEST)]) for case in (distant, small))
+        assert found.tobytes() == expected.tobytes()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from kvpilot_engine.kernels.simd import F32X16, I8, I8X64, I64, LINE, Simd, Value
+from kvpilot_engine.kernels.simd import I8, I8X64, I64, LINE, Simd, Value
 
 ROWS = 16
 """Most rows of a tile, and its outputs."""
@@ -70,13 +70,15 @@ class BFloatTiles:
                 total = _register(_SUMS + first_sum + weight * len(inputs) + row)
                 self._emit("tdpbf16ps", total, _register(_WEIGHTS + weight), _register(_INPUTS + row))
 
-    def read_sums(self, numbers: list[int]) -> list[list[Value]]:
-        """Of one or two sums, a vector for each output; lane r is row r, and lanes beyond the width are arbitrary."""
-        simd = self._simd
-        places = [simd.at(self._scratch, LINE * ROWS * index) for index in range(len(numbers))]
+    def store_sums(self, numbers: list[int]) -> list[Value]:
+        """Addresses of one or two sums: a line for each output; lane r is row r, lanes beyond the width are arbitrary.
+
+        Good until the next call.
+        """
+        places = [self._simd.at(self._scratch, LINE * ROWS * index) for index in range(len(numbers))]
         for number, place in zip(numbers, places, strict=True):
             self._emit("tilestored64", _register(_SUMS + number), place, self._line)
-        return [[simd.load(simd.at(place, LINE * output), F32X16, LINE) for output in range(ROWS)] for place in places]
+        return places
 
     def _emit(self, name: str, *arguments: Value) -> None:
         self._simd.call(f"llvm.x86.{name}", ir.VoidType(), list(arguments))

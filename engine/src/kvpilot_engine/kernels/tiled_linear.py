@@ -199,19 +199,29 @@ def multiply_blocks(
         )
         start = simd.at(out.pointer, simd.times(arguments[6], 4))
 
+        kept = simd.allocate_lines(ROWS)
+
         def finish(simd: Simd, matrix: BFloatTiles, blocks: list[TiledBlock], tile: Value, sums: list[int]) -> None:
             first = simd.times(tile, ROWS)
             count = simd.smaller(builder.sub(out.shape[0], first), ROWS)
             corner = simd.at(start, simd.times(first, out.strides[0]))
-            turned = simd.allocate_lines(ROWS)
+            is_full = builder.icmp_unsigned("==", count, ir.Constant(I64, ROWS))
             for block, number in zip(blocks, sums, strict=True):
                 place = simd.at(corner, simd.times(block.first_output, 4))
                 bias = simd.load_f32(block.bias)
-                for row, vector in enumerate(simd.transpose(matrix.read_sums([number])[0])):
-                    simd.store(simd.add(vector, bias), simd.at(turned, LINE * row), LINE)
-                with simd.loop(count) as row:
-                    value = simd.load_f32(simd.at(turned, simd.times(row, LINE)))
-                    simd.store_first_f32(value, simd.at(place, simd.times(row, out.strides[0])), block.mask)
+                (at_sum,) = matrix.store_sums([number])
+                sums_of_outputs = [simd.load_f32(simd.at(at_sum, LINE * output)) for output in range(OUTPUTS)]
+                turned = [simd.add(vector, bias) for vector in simd.transpose(sums_of_outputs)]
+                with builder.if_else(is_full) as (then, otherwise):
+                    with then:
+                        for row, vector in enumerate(turned):
+                            simd.store_first_f32(vector, simd.at(place, simd.times(out.strides[0], row)), block.mask)
+                    with otherwise:
+                        for row, vector in enumerate(turned):
+                            simd.store(vector, simd.at(kept, LINE * row), LINE)
+                        with simd.loop(count) as row:
+                            vector = simd.load_f32(simd.at(kept, simd.times(row, LINE)))
+                            simd.store_first_f32(vector, simd.at(place, simd.times(row, out.strides[0])), block.mask)
 
         emit_blocks(simd, LAYOUTS[layout.literal_value], arguments[1], tuple(arrays), arguments[7], finish)
         return context.get_dummy_value()

@@ -34,3 +34,21 @@ def test_speed_is_that_of_the_fastest_run_after_the_first(max_model_len: int, to
     scheduler = SchedulerSettings(max_num_seqs=16, max_model_len=max_model_len)
     assert measure_tokens_per_s(run, scheduler, lambda: moment) == pytest.approx(tokens / 0.5)
     assert [plan.num_tokens for plan in plans] == [tokens] * 3
+
+
+@pytest.mark.parametrize(
+    ("budget", "probes"), [(512, [64] * 3 + [256] * 3), (128, [64] * 3 + [128] * 3), (64, [64] * 3)]
+)
+def test_a_fast_machine_is_measured_on_more_rows(budget: int, probes: list[int]) -> None:
+    plans: list[SchedulerOutput] = []
+    moment = 0.0
+
+    def run(plan: SchedulerOutput) -> None:
+        nonlocal moment
+        plans.append(plan)
+        moment += 0.01 + 1e-4 * plan.num_tokens
+
+    scheduler = SchedulerSettings(max_num_seqs=16, max_model_len=1000, max_num_batched_tokens=budget)
+    speed = measure_tokens_per_s(run, scheduler, lambda: moment)
+    assert [plan.num_tokens for plan in plans] == probes
+    assert speed == pytest.approx(probes[-1] / (0.01 + 1e-4 * probes[-1]))

@@ -208,9 +208,9 @@ HONOURED: tuple[Flag, ...] = (
         name="kv-cache-dtype",
         group=_MODEL,
         metavar="TYPE",
-        parse=parse_choice("auto", "float16", "float32", later=("bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")),
+        parse=parse_choice("auto", "float16", "bfloat16", "float32", later=("fp8", "fp8_e4m3", "fp8_e5m2")),
         default_text="auto",
-        text="auto is float16, and float32 with --dtype float32",
+        text="auto is bfloat16 on processors with AMX, else float16; and float32 with --dtype float32",
     ),
     Flag(
         name="tensor-parallel-size",

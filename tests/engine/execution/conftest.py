@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numba
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -26,7 +25,7 @@ from kvpilot_engine.execution.compiled_weights import CompiledWeights, load_comp
 from kvpilot_engine.execution.compiled_workspace import CompiledWorkspace
 from kvpilot_engine.execution.device_memory import HostMemory
 from kvpilot_engine.execution.kv_cache_tensors import KVCacheTensors
-from kvpilot_engine.execution.paged_kv_storage import KVDtype, PagedKVStorage
+from kvpilot_engine.execution.paged_kv_storage import PagedKVStorage, choose_kv_dtype
 from kvpilot_engine.execution.sampler import sample
 from kvpilot_engine.execution.step_runner import StepRunner
 from kvpilot_engine.execution.torch_model_runner import TorchModelRunner
@@ -130,6 +129,8 @@ class Generator:
 
     make_runner: Callable[[int, int, int], StepRunner]
     """From the number of blocks, their size, and the token budget."""
+    smallest_block: int = 8
+    """Tokens; multiples of it are computed alike."""
 
     def run(
         self,
@@ -200,21 +201,22 @@ def make_torch_generator(model: TorchDecoder) -> Generator:
 
 
 def make_compiled_generator(weights: CompiledWeights, *, in_tiles: bool) -> Generator:
-    """The compiled path, on a half-precision cache full of NaN."""
+    """The compiled path, on a cache full of NaN, of half precision or in tiles like the linears."""
     numba.set_num_threads(1)
 
     def make_runner(num_blocks: int, block_size: int, budget: int) -> StepRunner:
         config = weights.config
-        kv_cache = PagedKVStorage(config, num_blocks=num_blocks, block_size=block_size, dtype=KVDtype.FLOAT16)
+        dtype = choose_kv_dtype("auto", block_size, has_tiles=in_tiles)
+        kv_cache = PagedKVStorage(config, num_blocks=num_blocks, block_size=block_size, dtype=dtype)
         for layer in kv_cache.layers:
-            layer.keys.view(np.float16)[1:] = np.nan
-            layer.values.view(np.float16)[1:] = np.nan
+            for array in (layer.keys, layer.values):
+                array[1:] = 0x7FFF  # not a number, in both
         workspace = CompiledWorkspace.allocate(
             config, kv_cache.layout, max_rows=budget, num_threads=1, in_tiles=in_tiles
         )
         return CompiledModelRunner(weights, kv_cache, workspace, HostMemory())
 
-    return Generator(make_runner)
+    return Generator(make_runner, smallest_block=16 if in_tiles else 8)
 
 
 @pytest.fixture(scope="session")

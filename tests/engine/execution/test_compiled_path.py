@@ -20,6 +20,7 @@ from kvpilot_engine.errors import DeviceOutOfMemoryError, ModelExecutionError, O
 from kvpilot_engine.execution import step_runner
 from kvpilot_engine.execution.compiled_weights import load_compiled_weights, weights_bytes
 from kvpilot_engine.execution.loading import load_engine
+from kvpilot_engine.execution.paged_kv_storage import KVDtype, choose_kv_dtype
 from kvpilot_engine.execution.settings import ExecutionSettings
 from kvpilot_engine.models.weights import open_weights
 
@@ -51,7 +52,7 @@ def logits_of(settings: ExecutionSettings, token_ids: list[int]) -> npt.NDArray[
 
 @pytest.mark.parametrize(
     ("quantization", "kv_cache_dtype", "error"),
-    [("auto", "float32", 2e-5), ("none", "auto", 5e-3), ("int8", "auto", 0.1)],
+    [("auto", "float32", 2e-5), ("none", "float16", 5e-3), ("none", "auto", 0.03), ("int8", "auto", 0.1)],
 )
 def test_logits_are_close_to_the_reference(
     settings: ExecutionSettings, quantization: str, kv_cache_dtype: str, error: float
@@ -100,7 +101,7 @@ def test_cached_prefixes_carry_the_arithmetic(settings: ExecutionSettings) -> No
 
 def test_what_has_no_kernels_is_refused_by_name(settings: ExecutionSettings) -> None:
     refused: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype is 'fp8'; supported on cpu: auto, float16, float32"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype is 'fp8'; supported on cpu: auto, float16, bfloat16, float32"),
         ({"quantization": "gptq"}, "quantization is 'gptq'; supported on cpu: auto, none, int8"),
         ({"dtype": "float32", "quantization": "int8"}, "with dtype float32 it must be auto or none"),
     )
@@ -190,3 +191,22 @@ def test_a_token_is_generated_without_torch(tiny_folder: Path) -> None:
         [sys.executable, "-c", NO_TORCH, str(tiny_folder)], capture_output=True, text=True, check=False, timeout=100
     )
     assert answer.stdout.strip() == "False True", answer.stderr
+
+
+def test_auto_keeps_keys_and_values_as_the_machine_multiplies_them() -> None:
+    assert choose_kv_dtype("auto", 16, has_tiles=True) is KVDtype.BFLOAT16
+    assert choose_kv_dtype("auto", 24, has_tiles=True) is KVDtype.FLOAT16
+    assert choose_kv_dtype("auto", 16, has_tiles=False) is KVDtype.FLOAT16
+    assert choose_kv_dtype("float16", 16, has_tiles=True) is KVDtype.FLOAT16
+
+
+@pytest.mark.parametrize(
+    ("block_size", "has_tiles", "message"),
+    [
+        (16, False, "kv_cache_dtype is bfloat16: on cpu that needs a processor with AMX"),
+        (24, True, "block_size is 24; with kv_cache_dtype bfloat16 it must be a multiple of 16"),
+    ],
+)
+def test_bfloat16_that_can_not_be_is_refused(block_size: int, has_tiles: bool, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        choose_kv_dtype("bfloat16", block_size, has_tiles=has_tiles)

@@ -33,7 +33,7 @@ def test_forced_preemption_changes_no_bit(tiny: Any, every: int, caching: bool) 
         prompts,
         max_tokens=MAX_TOKENS,
         budget=40,
-        block_size=8,
+        block_size=tiny.smallest_block,
         prefix_caching=caching,
         preempt_every=every,
         sampling=sampling,
@@ -48,8 +48,9 @@ def test_forced_preemption_changes_no_bit_of_the_real_model_compiled(smollm2_com
     source = random.Random(9)
     prompts = {number: [source.randrange(49152) for _ in range(length)] for number, length in enumerate((4, 17, 40))}
     alone = smollm2_compiled.run(prompts, max_tokens=MAX_TOKENS, one_by_one=True, sampling=sampling)
+    block_size = smollm2_compiled.smallest_block
     disturbed = smollm2_compiled.run(
-        prompts, max_tokens=MAX_TOKENS, budget=40, block_size=8, preempt_every=3, sampling=sampling
+        prompts, max_tokens=MAX_TOKENS, budget=40, block_size=block_size, preempt_every=3, sampling=sampling
     )
     assert disturbed.stats.num_preemptions_total > 5
     assert disturbed.tokens == alone.tokens

@@ -18,7 +18,7 @@ from kvpilot_engine.execution.compiled_workspace import CompiledWorkspace
 from kvpilot_engine.execution.compute_path import OnCount
 from kvpilot_engine.execution.device_memory import DeviceMemory
 from kvpilot_engine.execution.fault_injection import FaultInjection
-from kvpilot_engine.execution.paged_kv_storage import KVDtype, PagedKVStorage, check_block_layout
+from kvpilot_engine.execution.paged_kv_storage import KVDtype, PagedKVStorage, check_block_layout, choose_kv_dtype
 from kvpilot_engine.execution.sampler_peak import sampler_bound_bytes
 from kvpilot_engine.kernels.compile_ahead import compile_decoder_parts
 from kvpilot_engine.kernels.compile_attention import compile_attention
@@ -32,10 +32,11 @@ from kvpilot_engine.models.weight_source import WeightSource
 class CompiledPath:
     """ComputePath on numba kernels."""
 
-    def __init__(self, *, kv_dtype: KVDtype = KVDtype.FLOAT16, quantize_plain: bool = False) -> None:
-        self._kv_dtype = kv_dtype
-        self._quantize_plain = quantize_plain
+    def __init__(self, *, kv_cache_dtype: str = "auto", block_size: int = 16, quantize_plain: bool = False) -> None:
+        """SettingsError for keys and values in a form that can't be computed with here."""
         self._in_tiles = multiplies_tiles()
+        self._kv_dtype = choose_kv_dtype(kv_cache_dtype, block_size, has_tiles=self._in_tiles)
+        self._quantize_plain = quantize_plain
         self._weights: CompiledWeights | None = None
         self._workspace: tuple[tuple[int, int], CompiledWorkspace] | None = None
         """With the rows and the block size that it was made for."""
@@ -63,7 +64,9 @@ class CompiledPath:
     def activation_bound_bytes(self, config: DecoderConfig, scheduler: SchedulerSettings, max_model_len: int) -> int:
         """The arena and what sampling takes; the step's own index arrays are bounded by a table a sequence."""
         # the arrays are not touched, so they take no memory
-        arena = _allocate(config, scheduler.max_num_batched_tokens, block_size=16, in_tiles=self._in_tiles).size_bytes
+        arena = _allocate(
+            config, scheduler.max_num_batched_tokens, 16, self._kv_dtype, in_tiles=self._in_tiles
+        ).size_bytes
         tables = 2 * 8 * scheduler.max_num_seqs * max_model_len // 8
         return arena + tables + sampler_bound_bytes(config.vocab_size)
 
@@ -73,7 +76,7 @@ class CompiledPath:
 
         def compile_all() -> None:
             compile_decoder_parts(layouts, [activation])
-            compile_attention(self._kv_dtype.element_bytes)
+            compile_attention(self._kv_dtype.kind)
             compile_sampling()
 
         return compile_all
@@ -102,16 +105,19 @@ class CompiledPath:
         size = (scheduler.max_num_batched_tokens, block_size)
         if self._workspace is None or self._workspace[0] != size:
             self._workspace = None  # never two at a time
-            self._workspace = (size, _allocate(config, *size, in_tiles=self._in_tiles))
+            self._workspace = (size, _allocate(config, *size, self._kv_dtype, in_tiles=self._in_tiles))
         return CompiledModelRunner(self._weights, kv_cache, self._workspace[1], memory, faults)
 
 
-def _allocate(config: DecoderConfig, max_rows: int, block_size: int, *, in_tiles: bool) -> CompiledWorkspace:
+def _allocate(
+    config: DecoderConfig, max_rows: int, block_size: int, kv_dtype: KVDtype, *, in_tiles: bool
+) -> CompiledWorkspace:
     layout = HeadLayout(
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         block_size=block_size,
+        in_tiles=kv_dtype is KVDtype.BFLOAT16,
     )
     return CompiledWorkspace.allocate(
         config, layout, max_rows=max_rows, num_threads=numba.get_num_threads(), in_tiles=in_tiles

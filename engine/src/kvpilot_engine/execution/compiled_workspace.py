@@ -13,8 +13,9 @@ import numpy.typing as npt
 
 from kvpilot_engine.execution.batch_inputs import Integers
 from kvpilot_engine.execution.step_runner import rows_of_logits
+from kvpilot_engine.kernels.attention_runs import RUNS
 from kvpilot_engine.kernels.linear_input import LinearInput
-from kvpilot_engine.kernels.paged_attention import ITEM_FIELDS, RUNS, HeadLayout
+from kvpilot_engine.kernels.paged_attention import ITEM_FIELDS, HeadLayout
 from kvpilot_engine.models.decoder_config import DecoderConfig
 
 Floats = npt.NDArray[np.float32]

@@ -120,7 +120,7 @@ def load_engine(
     try:
         faults.pass_by(phase)
         with times.part("imports"):
-            path = choose_path(settings)
+            path = choose_path(settings, cache.block_size)
             path.open_thread_pools(settings.num_threads or container_cpus())
         base_bytes = memory.process_bytes()
         with open_weights(settings.model) as source:
@@ -236,7 +236,7 @@ def check_settings(settings: ExecutionSettings) -> None:
         ("device", (DEVICE_NAME,)),
         ("dtype", ("auto", "float32")),
         ("quantization", ("auto", "none", "int8")),
-        ("kv_cache_dtype", ("auto", "float16", "float32")),
+        ("kv_cache_dtype", ("auto", "float16", "bfloat16", "float32")),
     ):
         value = getattr(settings, name)
         if value not in supported:
@@ -260,17 +260,20 @@ def check_settings(settings: ExecutionSettings) -> None:
         raise SettingsError(problems)
 
 
-def choose_path(settings: ExecutionSettings) -> ComputePath:
-    """The compiled kernels, or the float32 reference when it is asked for: only that one imports torch."""
+def choose_path(settings: ExecutionSettings, block_size: int) -> ComputePath:
+    """The compiled kernels, or the float32 reference when it is asked for: only that one imports torch.
+
+    SettingsError for keys and values in a form that can't be computed with here.
+    """
     if settings.dtype == "float32":
         from kvpilot_engine.execution.torch_path import TorchPath
 
         return TorchPath()
     from kvpilot_engine.execution.compiled_path import CompiledPath
-    from kvpilot_engine.execution.paged_kv_storage import KVDtype
 
     return CompiledPath(
-        kv_dtype=KVDtype.FLOAT16 if settings.kv_cache_dtype == "auto" else KVDtype(settings.kv_cache_dtype),
+        kv_cache_dtype=settings.kv_cache_dtype,
+        block_size=block_size,
         quantize_plain=settings.quantization == "int8",
     )
 

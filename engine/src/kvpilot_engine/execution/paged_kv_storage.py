@@ -21,6 +21,7 @@ from kvpilot_engine.kernels.paged_attention import HeadLayout
 from kvpilot_engine.models.decoder_config import DecoderConfig
 
 BLOCK_SIZE_STEP = 8
+TILED_BLOCK_STEP = 16
 HEAD_DIM_STEP = 16
 MAX_HEAD_DIM = 256
 
@@ -30,15 +31,37 @@ class KVDtype(StrEnum):
 
     FLOAT16 = "float16"
     FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    """In tiles, as AMX multiplies it; only where the processor does."""
 
     @property
     def element_bytes(self) -> int:
-        return 2 if self is KVDtype.FLOAT16 else 4
+        return self.kind.itemsize
+
+    @property
+    def kind(self) -> np.dtype[Any]:
+        """Of the arrays: half precision is kept as its bits, since numba has no such type, and kernels tell bfloat16's
+        bits from them by the sign."""
+        kinds = {KVDtype.FLOAT16: np.uint16, KVDtype.FLOAT32: np.float32, KVDtype.BFLOAT16: np.int16}
+        return np.dtype(kinds[self])
+
+
+def choose_kv_dtype(name: str, block_size: int, *, has_tiles: bool) -> KVDtype:
+    """`auto` is bfloat16 where the processor multiplies it, else float16. SettingsError where bfloat16 can't be."""
+    fits = block_size % TILED_BLOCK_STEP == 0
+    if name == "auto":
+        return KVDtype.BFLOAT16 if has_tiles and fits else KVDtype.FLOAT16
+    dtype = KVDtype(name)
+    if dtype is KVDtype.BFLOAT16 and not has_tiles:
+        raise SettingsError(["kv_cache_dtype is bfloat16: on cpu that needs a processor with AMX (amx-bf16)"])
+    if dtype is KVDtype.BFLOAT16 and not fits:
+        raise SettingsError([f"block_size is {block_size}; with kv_cache_dtype bfloat16 it must be a multiple of 16"])
+    return dtype
 
 
 @dataclass(frozen=True, slots=True)
 class PagedLayerKV:
-    """Half precision is kept as its bits: numba has no such type."""
+    """One array each, of KVDtype.kind."""
 
     keys: npt.NDArray[Any]
     values: npt.NDArray[Any]
@@ -55,8 +78,9 @@ class PagedKVStorage:
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             block_size=block_size,
+            in_tiles=dtype is KVDtype.BFLOAT16,
         )
-        kind = np.uint16 if dtype is KVDtype.FLOAT16 else np.float32
+        kind = dtype.kind
         shape = self.layout.storage_shape(num_blocks + 1)
         self.layers = tuple(PagedLayerKV(_allocate(shape, kind), _allocate(shape, kind)) for _ in config.layers)
 

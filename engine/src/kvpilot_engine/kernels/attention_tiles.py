@@ -22,7 +22,7 @@ from numba import types
 
 from kvpilot_engine.kernels.cpu_features import DotPath, dot_path
 from kvpilot_engine.kernels.jit import emitted
-from kvpilot_engine.kernels.simd import F16, F32, F32X16, I32, I32X16, I64, LANES, POINTER, Simd, Value
+from kvpilot_engine.kernels.simd import F16, F32, F32X16, I1, I32, I32X16, I64, LANES, POINTER, Simd, Value
 
 KEY_GROUP = 128
 """Keys whose softmax is taken at once; the results of groups are joined in rising order."""
@@ -30,7 +30,7 @@ CHUNK = LANES
 CHUNKS_AHEAD = 4
 """So many entries of chunks stand in a table of addresses behind those that are computed, to be fetched early."""
 HALF_BYTES = 2
-_MASKED = -1.0e30
+MASKED = -1.0e30
 """Below every score, and finite: the difference of two masked ones is 0, not NaN."""
 _LARGEST_HALF = 65504.0
 
@@ -41,18 +41,18 @@ def _constants(*kinds: Any) -> list[int]:
     return [int(kind.literal_value) for kind in kinds]
 
 
-def _pointer(simd: Simd, address: Value) -> Value:
+def to_pointer(simd: Simd, address: Value) -> Value:
     return simd.builder.inttoptr(address, POINTER)
 
 
-def _load_elements(simd: Simd, pointer: Value, element_bytes: int) -> Value:
+def load_elements(simd: Simd, pointer: Value, element_bytes: int) -> Value:
     return simd.load_f16(pointer) if element_bytes == HALF_BYTES else simd.load_f32(pointer)
 
 
-def _load_keys(simd: Simd, runs: list[Value], offset: Value, element_bytes: int) -> Value:
+def load_keys(simd: Simd, runs: list[Value], offset: Value, element_bytes: int) -> Value:
     """One element of a chunk's 16 keys."""
     if len(runs) == 1:
-        return _load_elements(simd, simd.at(runs[0], offset), element_bytes)
+        return load_elements(simd, simd.at(runs[0], offset), element_bytes)
     scalar = F16 if element_bytes == HALF_BYTES else F32
     half = ir.VectorType(scalar, LANES // 2)
     low, high = (simd.load(simd.at(run, offset), half, element_bytes) for run in runs)
@@ -79,7 +79,7 @@ def _vectors_at_once(rows: int) -> int:
     return max(1, min(4, registers // rows))
 
 
-def _in_steps(simd: Simd, total: Value, step: int, emit_step: Callable[[Value, int], None]) -> None:
+def emit_in_steps(simd: Simd, total: Value, step: int, emit_step: Callable[[Value, int], None]) -> None:
     """emit_step(first, count) for as many whole steps as there are, then one by one."""
     num_steps = simd.builder.udiv(total, ir.Constant(I64, step))
     with simd.loop(num_steps) as index:
@@ -115,14 +115,14 @@ def score_tile(
 
     def emit(context: Any, builder: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
         simd = Simd(builder)
-        query, table, out, soon_table = (_pointer(simd, arguments[place]) for place in (3, 4, 7, 8))
+        query, table, out, soon_table = (to_pointer(simd, arguments[place]) for place in (3, 4, 7, 8))
         num_chunks, head_dim = arguments[5:7]
 
         def emit_chunks(first: Value, count: int) -> None:
             def read_addresses(table: Value, ahead: int = 0) -> list[Value]:
                 entries = simd.at(table, simd.times(builder.add(first, ir.Constant(I64, ahead)), 8 * runs_per_chunk))
                 return [
-                    _pointer(simd, simd.load(simd.at(entries, 8 * index), I64, 8))
+                    to_pointer(simd, simd.load(simd.at(entries, 8 * index), I64, 8))
                     for index in range(count * runs_per_chunk)
                 ]
 
@@ -134,7 +134,7 @@ def score_tile(
             with simd.loop(head_dim) as element:
                 offset = simd.times(element, width * size)
                 keys = [
-                    _load_keys(simd, addresses[chunk * runs_per_chunk : (chunk + 1) * runs_per_chunk], offset, size)
+                    load_keys(simd, addresses[chunk * runs_per_chunk : (chunk + 1) * runs_per_chunk], offset, size)
                     for chunk in range(count)
                 ]
                 for address in soon:
@@ -149,7 +149,7 @@ def score_tile(
                 for chunk, place in enumerate(places):
                     simd.store_f32(simd.get(place), simd.at(start, (row * KEY_GROUP + chunk * CHUNK) * 4))
 
-        _in_steps(simd, num_chunks, _vectors_at_once(rows), emit_chunks)
+        emit_in_steps(simd, num_chunks, _vectors_at_once(rows), emit_chunks)
         return context.get_dummy_value()
 
     return signature, emit
@@ -174,7 +174,7 @@ def weigh_tile(
 
     def emit(context: Any, builder: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
         simd = Simd(builder)
-        weight, table, target = (_pointer(simd, arguments[place]) for place in (3, 4, 7))
+        weight, table, target = (to_pointer(simd, arguments[place]) for place in (3, 4, 7))
         lanes, _, _, _, num_keys, head_dim = arguments[1:7]
         value_bytes = simd.times(head_dim, size)
         num_runs = builder.udiv(builder.sub(builder.add(num_keys, lanes), ir.Constant(I64, 1)), lanes)
@@ -187,11 +187,11 @@ def weigh_tile(
                 left = builder.sub(num_keys, before)
                 in_run = builder.select(builder.icmp_signed("<", left, lanes), left, lanes)
                 address = simd.load(simd.at(table, simd.times(run, 8)), I64, 8)
-                start = simd.at(_pointer(simd, address), column)
+                start = simd.at(to_pointer(simd, address), column)
                 its_weights = simd.at(weight, simd.times(before, 4))
                 with simd.loop(in_run) as key:
                     row_start = simd.at(start, simd.times(key, value_bytes))
-                    values = [_load_elements(simd, simd.at(row_start, v * LANES * size), size) for v in range(count)]
+                    values = [load_elements(simd, simd.at(row_start, v * LANES * size), size) for v in range(count)]
                     of_key = simd.at(its_weights, simd.times(key, 4))
                     for row, places in enumerate(sums):
                         factor = simd.broadcast_f32(simd.at(of_key, row * KEY_GROUP * 4))
@@ -203,10 +203,22 @@ def weigh_tile(
                 for vector, place in enumerate(places):
                     simd.store_f32(simd.get(place), simd.at(start, vector * LANES * 4))
 
-        _in_steps(simd, _num_vectors(simd, head_dim), _vectors_at_once(rows), emit_vectors)
+        emit_in_steps(simd, num_vectors(simd, head_dim), _vectors_at_once(rows), emit_vectors)
         return context.get_dummy_value()
 
     return signature, emit
+
+
+def cap_scores(simd: Simd, scores: Value, softcap: Value) -> Value:
+    """softcap * tanh(scores / softcap); the scores where it is 0."""
+    builder = simd.builder
+    kept = simd.variable(scores)
+    with builder.if_then(builder.fcmp_ordered(">", softcap, ir.Constant(F32, 0.0))):
+        limit, one, two = simd.splat(softcap), simd.splat_f32(1.0), simd.splat_f32(2.0)
+        doubled = simd.div(simd.mul(scores, two), limit)
+        tanh = simd.sub(one, simd.div(two, simd.add(simd.exp(doubled), one)))
+        simd.put(kept, simd.mul(limit, tanh))
+    return simd.get(kept)
 
 
 @emitted
@@ -227,13 +239,10 @@ def softmax_row(
 
     def emit(_context: Any, builder: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
         simd = Simd(builder)
-        row, out = _pointer(simd, arguments[0]), _pointer(simd, arguments[5])
+        row, out = to_pointer(simd, arguments[0]), to_pointer(simd, arguments[5])
         lanes = ir.Constant(I32X16, list(range(LANES)))
         first, end = (simd.splat(builder.trunc(arguments[place], I32)) for place in (2, 3))
-        cap = arguments[4]
-        is_capped = builder.fcmp_ordered(">", cap, ir.Constant(F32, 0.0))
-        highest = simd.variable(simd.splat_f32(_MASKED))
-        kept = simd.variable(simd.splat_f32(0.0))
+        highest = simd.variable(simd.splat_f32(MASKED))
 
         def is_seen(chunk: Value) -> Value:
             keys = builder.add(simd.splat(builder.trunc(simd.times(chunk, CHUNK), I32)), lanes)
@@ -241,14 +250,8 @@ def softmax_row(
 
         with simd.loop(arguments[1]) as chunk:
             place = simd.at(row, simd.times(chunk, CHUNK * 4))
-            simd.put(kept, simd.load_f32(place))
-            with builder.if_then(is_capped):
-                limit = simd.splat(cap)
-                doubled = simd.div(simd.mul(simd.get(kept), simd.splat_f32(2.0)), limit)
-                one, two = simd.splat_f32(1.0), simd.splat_f32(2.0)
-                tanh = simd.sub(one, simd.div(two, simd.add(simd.exp(doubled), one)))
-                simd.put(kept, simd.mul(limit, tanh))
-            value = builder.select(is_seen(chunk), simd.get(kept), simd.splat_f32(_MASKED))
+            value = cap_scores(simd, simd.load_f32(place), arguments[4])
+            value = builder.select(is_seen(chunk), value, simd.splat_f32(MASKED))
             simd.store_f32(value, place)
             simd.put(highest, simd.maximum(simd.get(highest), value))
         top = simd.max(simd.get(highest))
@@ -283,7 +286,7 @@ def prefetch_lines(typing_context: Any, address: Any, num_lines: Any) -> Emissio
 
     def emit(context: Any, builder: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
         simd = Simd(builder)
-        start = _pointer(simd, arguments[0])
+        start = to_pointer(simd, arguments[0])
         with simd.loop(arguments[1]) as line:
             simd.prefetch(simd.at(start, simd.times(line, 64)))
         return context.get_dummy_value()
@@ -302,6 +305,13 @@ def fetch_add(typing_context: Any, address: Any, amount: Any) -> Emission:  # no
 
 
 @emitted
+def is_tiled(typing_context: Any, storage: Any) -> Emission:  # noqa: ARG001 - numba's protocol
+    """Whether a cache is kept in tiles of bfloat16, whose bits are int16; half precision is uint16."""
+    kept = int(storage.dtype == types.int16)
+    return types.boolean(storage), lambda *_: ir.Constant(I1, kept)
+
+
+@emitted
 def store_key(
     typing_context: Any,  # noqa: ARG001 - numba's protocol
     storage: Any,
@@ -310,14 +320,28 @@ def store_key(
     head_dim: Any,  # noqa: ARG001
     place: Any,  # noqa: ARG001
 ) -> Emission:
-    """Write one key [head_dim] float32 into its lane of a run; `place` is the address of its first element."""
+    """Write one key [head_dim] float32 into its lane of a run; `place` is the address of its first element.
+
+    Of a cache in tiles (int16) that is its first pair of elements.
+    """
     size = storage.dtype.bitwidth // 8
+    in_pairs = storage.dtype == types.int16
 
     def emit(context: Any, builder: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
         simd = Simd(builder)
-        row, target = _pointer(simd, arguments[2]), _pointer(simd, arguments[4])
+        row, target = to_pointer(simd, arguments[2]), to_pointer(simd, arguments[4])
         step = simd.times(arguments[1], size)
-        with simd.loop(_num_vectors(simd, arguments[3])) as vector:
+        if in_pairs:
+            pair_bytes = simd.times(arguments[1], 2 * size)
+            with simd.loop(num_vectors(simd, arguments[3])) as vector:
+                rounded = simd.round_to_bf16(simd.load_f32(simd.at(row, simd.times(vector, LANES * 4))))
+                pairs = builder.bitcast(rounded, ir.VectorType(I32, LANES // 2))
+                start = simd.at(target, simd.times(pair_bytes, simd.times(vector, LANES // 2)))
+                for pair in range(LANES // 2):
+                    value = builder.extract_element(pairs, ir.Constant(I32, pair))
+                    simd.store(value, simd.at(start, simd.times(pair_bytes, pair)), 4)
+            return context.get_dummy_value()
+        with simd.loop(num_vectors(simd, arguments[3])) as vector:
             values = _as_stored(simd, simd.load_f32(simd.at(row, simd.times(vector, LANES * 4))), size)
             start = simd.at(target, simd.times(step, simd.times(vector, LANES)))
             for element in range(LANES):
@@ -336,13 +360,25 @@ def store_value(
     head_dim: Any,  # noqa: ARG001
     place: Any,  # noqa: ARG001
 ) -> Emission:
-    """Write one value [head_dim] float32 to its row of a run."""
+    """Write one value [head_dim] float32 to its row of a run; of a cache in tiles (int16), to its half of the pairs.
+
+    `place` is the address of its first element.
+    """
     size = storage.dtype.bitwidth // 8
+    in_pairs = storage.dtype == types.int16
 
     def emit(context: Any, builder: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
         simd = Simd(builder)
-        row, target = _pointer(simd, arguments[1]), _pointer(simd, arguments[3])
-        with simd.loop(_num_vectors(simd, arguments[2])) as vector:
+        row, target = to_pointer(simd, arguments[1]), to_pointer(simd, arguments[3])
+        if in_pairs:
+            with simd.loop(num_vectors(simd, arguments[2])) as vector:
+                rounded = simd.round_to_bf16(simd.load_f32(simd.at(row, simd.times(vector, LANES * 4))))
+                start = simd.at(target, simd.times(vector, LANES * LANES * size))
+                for element in range(LANES):
+                    value = builder.extract_element(rounded, ir.Constant(I32, element))
+                    simd.store(value, simd.at(start, 2 * size * element), size)
+            return context.get_dummy_value()
+        with simd.loop(num_vectors(simd, arguments[2])) as vector:
             values = _as_stored(simd, simd.load_f32(simd.at(row, simd.times(vector, LANES * 4))), size)
             simd.store(values, simd.at(target, simd.times(vector, LANES * size)), size)
         return context.get_dummy_value()
@@ -350,7 +386,7 @@ def store_value(
     return types.void(storage, *[types.int64] * 3), emit
 
 
-def _num_vectors(simd: Simd, head_dim: Value) -> Value:
+def num_vectors(simd: Simd, head_dim: Value) -> Value:
     return simd.builder.lshr(head_dim, ir.Constant(I64, LANES.bit_length() - 1))
 
 

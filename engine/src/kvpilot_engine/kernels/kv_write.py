@@ -10,13 +10,14 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvpilot_engine.kernels.attention_tiles import store_key, store_value
+from kvpilot_engine.kernels.attention_tiles import is_tiled, store_key, store_value
 from kvpilot_engine.kernels.jit import kernel, parallel_kernel, parallel_range
 from kvpilot_engine.kernels.rms_norm import rms_norm_row
+from kvpilot_engine.kernels.simd import LANES
 
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int64]
-Storage = npt.NDArray[np.uint16] | npt.NDArray[np.float32]
+Storage = npt.NDArray[np.uint16] | npt.NDArray[np.float32] | npt.NDArray[np.int16]
 
 ROWS_FOR_THREADS = 8
 """Fewer rows are done by the calling thread: waking the others takes longer."""
@@ -61,9 +62,13 @@ def _write_row(
         run_start = start + offset // lanes * lanes * head_dim
         key = row[(num_heads + head) * head_dim : (num_heads + head + 1) * head_dim]
         value = row[(num_heads + num_kv_heads + head) * head_dim : (num_heads + num_kv_heads + head + 1) * head_dim]
-        place = keys.ctypes.data + (run_start + offset % lanes) * size
-        store_key(keys, lanes, key.ctypes.data, head_dim, place)
-        store_value(values, value.ctypes.data, head_dim, values.ctypes.data + (start + offset * head_dim) * size)
+        lane = offset % lanes
+        key_place, value_place = run_start + lane, start + offset * head_dim
+        if is_tiled(keys):
+            key_place = run_start + 2 * lane
+            value_place = run_start + lane // 2 * 2 * LANES + lane % 2
+        store_key(keys, lanes, key.ctypes.data, head_dim, keys.ctypes.data + key_place * size)
+        store_value(values, value.ctypes.data, head_dim, values.ctypes.data + value_place * size)
 
 
 @parallel_kernel

@@ -14,14 +14,15 @@ and in company. Slots past a row's position are never used.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from kvpilot_engine.kernels.attention_runs import find_runs
 from kvpilot_engine.kernels.attention_tiles import (
     CHUNK,
-    CHUNKS_AHEAD,
     KEY_GROUP,
     exp_f32,
     fetch_add,
@@ -30,18 +31,20 @@ from kvpilot_engine.kernels.attention_tiles import (
     softmax_row,
     weigh_tile,
 )
+from kvpilot_engine.kernels.cpu_features import tiles_permitted
 from kvpilot_engine.kernels.jit import kernel, parallel_kernel, parallel_range
+from kvpilot_engine.kernels.tiled_attention import TILED_ROWS, attend_item_on_tiles, tiled_scratch_floats
+
+tiles_permitted()  # before code from the cache can use tile registers
 
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int64]
-Storage = npt.NDArray[np.uint16] | npt.NDArray[np.float32]
+Storage = npt.NDArray[np.uint16] | npt.NDArray[np.float32] | npt.NDArray[np.int16]
 
 TILE_ROWS = 48
 """Query rows (tokens times query heads) of one prefill item: what its scores and sums take fits into a core's cache."""
 ITEM_FIELDS = 4
 """sequence, first row, rows, first position"""
-RUNS = (KEY_GROUP + CHUNKS_AHEAD * CHUNK) // 8
-"""Of an item's table of addresses: a group's and those that follow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +55,8 @@ class HeadLayout:
     num_kv_heads: int
     head_dim: int
     block_size: int
+    in_tiles: bool = False
+    """Bfloat16 as AMX multiplies it (attention_matrix_tiles); the block size is a multiple of 16 then."""
 
     @property
     def heads_per_kv(self) -> int:
@@ -64,7 +69,7 @@ class HeadLayout:
     @property
     def rows_per_item(self) -> int:
         """Tokens of a prefill item."""
-        return max(1, TILE_ROWS // self.heads_per_kv)
+        return max(1, (TILED_ROWS if self.in_tiles else TILE_ROWS) // self.heads_per_kv)
 
     def storage_shape(self, num_blocks: int) -> tuple[int, ...]:
         return (num_blocks, self.num_kv_heads, self.block_size * self.head_dim)
@@ -72,7 +77,9 @@ class HeadLayout:
     def scratch_floats(self) -> int:
         """Of one thread: packed queries, two sets of sums, weights of a group, and per row two maxima and totals."""
         rows = self.rows_per_item * self.heads_per_kv
-        return rows * (3 * self.head_dim + KEY_GROUP + 4)
+        return (
+            tiled_scratch_floats(rows, self.head_dim) if self.in_tiles else rows * (3 * self.head_dim + KEY_GROUP + 4)
+        )
 
 
 @kernel
@@ -236,7 +243,7 @@ def _attend_item(
     runs: Integers,
     out: Floats,
 ) -> None:
-    heads, head_dim, block_size, lanes = layout
+    heads, head_dim, _, lanes = layout
     sequence, first_row, num_rows, first_position = item[0], item[1], item[2], item[3]
     total = num_rows * heads
     packed = scratch[: total * head_dim]
@@ -246,12 +253,6 @@ def _attend_item(
     rest = 3 * total * head_dim + total * KEY_GROUP
     highest = scratch[rest : rest + 2 * total]
     totals = scratch[rest + 2 * total : rest + 4 * total]
-    runs_per_block = block_size // lanes
-    run_bytes = lanes * head_dim * keys.itemsize
-    head_bytes = block_size * head_dim * keys.itemsize
-    block_bytes = head_bytes * keys.shape[1]
-    key_base = keys.ctypes.data + kv_head * head_bytes
-    value_base = values.ctypes.data + kv_head * head_bytes
     key_runs, value_runs = runs[0].ctypes.data, runs[1].ctypes.data
 
     _pack_queries(queries, first_row, num_rows, kv_head * heads, heads, head_dim, scale, packed)
@@ -265,21 +266,7 @@ def _attend_item(
         begin = start + first_chunk * CHUNK
         num_keys = min(start + KEY_GROUP, last_position + 1) - begin
         num_chunks = (num_keys + CHUNK - 1) // CHUNK
-        num_runs = (num_keys + lanes - 1) // lanes
-        for run in range(num_chunks * CHUNK // lanes):
-            # where blocks hold 8 tokens, the second half of the last chunk may not exist: any address will do
-            place = begin // lanes + min(run, num_runs - 1)
-            offset = tables[sequence, place // runs_per_block] * block_bytes + place % runs_per_block * run_bytes
-            runs[0, run] = key_base + offset
-            runs[1, run] = value_base + offset
-        # what follows is only asked for early: keys of the next group, or again the values of this one
-        for run in range(num_chunks * CHUNK // lanes, (num_chunks + CHUNKS_AHEAD) * CHUNK // lanes):
-            place = begin // lanes + run
-            if place * lanes <= last_position:
-                offset = tables[sequence, place // runs_per_block] * block_bytes + place % runs_per_block * run_bytes
-                runs[0, run] = key_base + offset
-            else:
-                runs[0, run] = runs[1, 0]
+        find_runs(keys, values, kv_head, tables[sequence], layout, begin, num_keys, last_position, runs)
         _score_rows(
             keys, lanes, packed.ctypes.data, key_runs, value_runs, num_chunks, head_dim, weights.ctypes.data, total
         )
@@ -309,7 +296,7 @@ def _attend_item(
 
 
 @parallel_kernel
-def attend(
+def _attend_rows(
     queries: Floats,
     keys: Storage,
     values: Storage,
@@ -324,11 +311,6 @@ def attend(
     next_item: Integers,
     out: Floats,
 ) -> None:
-    """out[row, head] for all items. Threads take the next item when they are done with one, so long ones come first.
-
-    `layout` is (heads per kv head, head_dim, block size, lanes); `scratch` and `runs` have a row for each thread;
-    softcap and window are 0 where there is none.
-    """
     num_kv_heads = keys.shape[1]
     num_work = items.shape[0] * num_kv_heads
     next_item[0] = 0
@@ -352,3 +334,90 @@ def attend(
                 runs[thread],
                 out,
             )
+
+
+@parallel_kernel
+def _attend_on_tiles(
+    queries: Floats,
+    keys: Storage,
+    values: Storage,
+    tables: Integers,
+    items: Integers,
+    layout: tuple[int, int, int, int],
+    scale: float,
+    softcap: float,
+    window: int,
+    scratch: Floats,
+    runs: Integers,
+    next_item: Integers,
+    out: Floats,
+) -> None:
+    num_kv_heads = keys.shape[1]
+    num_work = items.shape[0] * num_kv_heads
+    next_item[0] = 0
+    for thread in parallel_range(scratch.shape[0]):
+        while True:
+            work = fetch_add(next_item.ctypes.data, 1)
+            if work >= num_work:
+                break
+            soon = min(fetch_add(next_item.ctypes.data, 0), num_work - 1)
+            attend_item_on_tiles(
+                items[work // num_kv_heads],
+                work % num_kv_heads,
+                items[soon // num_kv_heads],
+                soon % num_kv_heads,
+                queries,
+                keys,
+                values,
+                tables,
+                layout,
+                scale,
+                softcap,
+                window,
+                scratch[thread],
+                runs[thread],
+                out,
+            )
+
+
+def choose_attention(kind: npt.DTypeLike) -> Callable[..., None]:
+    """The kernel for a cache with elements of this kind: int16 is bfloat16 in tiles."""
+    return _attend_on_tiles if kind == np.int16 else _attend_rows
+
+
+def attend(
+    queries: Floats,
+    keys: Storage,
+    values: Storage,
+    tables: Integers,
+    items: Integers,
+    layout: tuple[int, int, int, int],
+    scale: float,
+    softcap: float,
+    window: int,
+    scratch: Floats,
+    runs: Integers,
+    next_item: Integers,
+    out: Floats,
+) -> None:
+    """out[row, head] for all items. Threads take the next item when they are done with one, so long ones come first.
+
+    `layout` is (heads per kv head, head_dim, block size, lanes); `scratch` and `runs` have a row for each thread;
+    softcap and window are 0 where there is none.
+    """
+    run = choose_attention(keys.dtype)
+    run(
+        queries,
+        keys,
+        values,
+        tables,
+        items,
+        layout,
+        scale,
+        softcap,
+        window,
+        scratch,
+        runs,
+        next_item,
+        out,
+    )

@@ -40,6 +40,8 @@ def main() -> None:
 
 def compile_everything() -> None:
     """Every kernel for every format, or what of it is not in the cache."""
+    import numpy as np
+
     from kvpilot_engine.kernels import gated_activation
     from kvpilot_engine.kernels.compile_ahead import compile_decoder_parts
     from kvpilot_engine.kernels.compile_attention import compile_attention
@@ -48,8 +50,8 @@ def compile_everything() -> None:
     from kvpilot_engine.kernels.packed_matrix import layouts_in_use
 
     compile_decoder_parts(layouts_in_use(in_tiles=multiplies_tiles()), gated_activation.BY_NAME)
-    for element_bytes in (2, 4):
-        compile_attention(element_bytes)
+    for kind in (np.uint16, np.float32, *([np.int16] if multiplies_tiles() else [])):
+        compile_attention(kind)
     compile_sampling()
 
 

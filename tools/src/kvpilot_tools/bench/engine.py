@@ -39,7 +39,7 @@ from kvpilot_tools.bench.prompts import Prompt
 from kvpilot_tools.bench.server_process import RunningServer, start_server
 from kvpilot_tools.bench.server_specs import MAX_SEQUENCES, SERVED_NAME, kvpilot_spec, llamacpp_spec, vllm_spec
 from kvpilot_tools.bench.static_batches import StaticBatches, start_static_batches
-from kvpilot_tools.bench.streaming_client import KEEPALIVE_S, Target
+from kvpilot_tools.bench.streaming_client import Target
 from kvpilot_tools.cluster.progress import Progress
 from kvpilot_tools.repository import BUILD
 
@@ -331,7 +331,7 @@ async def measure_case(run: Run, server: RunningServer, case: Case, turn: int) -
     try:
         async with (
             asyncio.timeout(_CASE_LIMIT_S),
-            aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)) as session,
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True)) as session,
         ):
             result = await run_load(
                 session,

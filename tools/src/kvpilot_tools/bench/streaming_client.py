@@ -18,9 +18,6 @@ import aiohttp
 Endpoint = Literal["completions", "chat"]
 _PATHS: Mapping[Endpoint, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 _DETAIL_LIMIT = 300
-KEEPALIVE_S = 2.0
-"""Idle connections are dropped sooner than any server drops them (llama.cpp's after 5 s): one that the server has just
-closed would count as a failed request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,7 +45,7 @@ from kvpilot_tools.bench.load import LiveCounts, LoadPlan, LoadResult, build_bod
 from kvpilot_tools.bench.memory_probe import Probe, ProcessProbe, ServerProbe, nvml_probe
 from kvpilot_tools.bench.picture import write_picture
 from kvpilot_tools.bench.prompts import Prompt, PromptSizeError, build_prompt, choose_counter
-from kvpilot_tools.bench.streaming_client import KEEPALIVE_S, RequestRecord, Target, base_url, stream_request
+from kvpilot_tools.bench.streaming_client import RequestRecord, Target, base_url, stream_request
 
 _LINE_PERIOD_S = 5.0
 _REFRESHES_PER_S = 5
@@ -129,7 +129,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 async def measure(options: argparse.Namespace) -> tuple[Target, LoadResult]:
     """Look at the server, make the prompts, warm up, run."""
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=60)) as session:
         url = base_url(options.url)
         target = Target(

@@ -13,8 +13,16 @@ SCHEDULER = SchedulerSettings(max_num_batched_tokens=512, max_num_seqs=16, max_m
 
 @pytest.mark.parametrize(
     ("tokens_per_s", "max_num_seqs", "budget"),
-    [(600, 16, 80), (1000, 16, 144), (50, 16, 32), (50, 64, 80), (1e6, 16, 512), (50, 4096, 512)],
-    ids=["whole tiles", "faster", "slow: a batch and a tile", "slow: a larger batch", "at most the bound", "at most"],
+    [(600, 16, 80), (1000, 16, 144), (3270, 16, 512), (50, 16, 32), (50, 64, 80), (1e6, 16, 512), (50, 4096, 512)],
+    ids=[
+        "whole tiles",
+        "faster",
+        "a round number",
+        "slow: a batch and a tile",
+        "slow: a larger batch",
+        "at most the bound",
+        "at most",
+    ],
 )
 def test_budget_is_what_fits_into_the_target(tokens_per_s: float, max_num_seqs: int, budget: int) -> None:
     scheduler = SchedulerSettings(max_num_batched_tokens=512, max_num_seqs=max_num_seqs)

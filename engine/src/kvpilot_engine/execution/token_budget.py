@@ -14,6 +14,10 @@ from kvpilot_engine.execution.activation_peak import build_warmup_plan
 
 ROW_TILE = 16
 """Budgets are multiples of this: the float32 path computes whole tiles of rows."""
+ROUND_STEP = 64
+ROUND_FROM = 256
+"""From here on budgets are rounded to the nearest 64: prompts have round lengths, and one of 496 tokens would read all
+weights again for the last 16 of 512."""
 PROBE_TOKENS = 4 * ROW_TILE
 LONG_PROBE_TOKENS = 16 * ROW_TILE
 LONG_PROBE_BELOW_S = 0.04
@@ -50,7 +54,9 @@ def _time_probe(
 
 
 def choose_token_budget(tokens_per_s: float, step_target_s: float, scheduler: SchedulerSettings) -> int:
-    """Whole tiles; never above the scheduler's own budget, and enough for a full batch and a tile of prompt."""
-    fast = int(min(tokens_per_s * step_target_s, scheduler.max_num_batched_tokens)) // ROW_TILE * ROW_TILE
+    """Whole tiles, a round number of many; at most the scheduler's own budget, and enough for a full batch and a tile of
+    prompt."""
+    fits = min(tokens_per_s * step_target_s, scheduler.max_num_batched_tokens)
+    fast = round(fits / ROUND_STEP) * ROUND_STEP if fits >= ROUND_FROM else int(fits) // ROW_TILE * ROW_TILE
     full_batch = -(-scheduler.max_num_seqs // ROW_TILE) * ROW_TILE + ROW_TILE
     return min(max(fast, full_batch), scheduler.max_num_batched_tokens)

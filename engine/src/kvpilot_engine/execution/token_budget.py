@@ -54,8 +54,8 @@ def _time_probe(
 
 
 def choose_token_budget(tokens_per_s: float, step_target_s: float, scheduler: SchedulerSettings) -> int:
-    """Whole tiles, a round number of many; at most the scheduler's own budget, and enough for a full batch and a tile of
-    prompt."""
+    """Whole tiles, a round number of many; at most the scheduler's own budget, and enough for a full batch and a tile
+    of prompt."""
     fits = min(tokens_per_s * step_target_s, scheduler.max_num_batched_tokens)
     fast = round(fits / ROUND_STEP) * ROUND_STEP if fits >= ROUND_FROM else int(fits) // ROW_TILE * ROW_TILE
     full_batch = -(-scheduler.max_num_seqs // ROW_TILE) * ROW_TILE + ROW_TILE

@@ -45,14 +45,14 @@ def to_pointer(simd: Simd, address: Value) -> Value:
     return simd.builder.inttoptr(address, POINTER)
 
 
-def load_elements(simd: Simd, pointer: Value, element_bytes: int) -> Value:
+def _load_elements(simd: Simd, pointer: Value, element_bytes: int) -> Value:
     return simd.load_f16(pointer) if element_bytes == HALF_BYTES else simd.load_f32(pointer)
 
 
-def load_keys(simd: Simd, runs: list[Value], offset: Value, element_bytes: int) -> Value:
+def _load_keys(simd: Simd, runs: list[Value], offset: Value, element_bytes: int) -> Value:
     """One element of a chunk's 16 keys."""
     if len(runs) == 1:
-        return load_elements(simd, simd.at(runs[0], offset), element_bytes)
+        return _load_elements(simd, simd.at(runs[0], offset), element_bytes)
     scalar = F16 if element_bytes == HALF_BYTES else F32
     half = ir.VectorType(scalar, LANES // 2)
     low, high = (simd.load(simd.at(run, offset), half, element_bytes) for run in runs)
@@ -134,7 +134,7 @@ def score_tile(
             with simd.loop(head_dim) as element:
                 offset = simd.times(element, width * size)
                 keys = [
-                    load_keys(simd, addresses[chunk * runs_per_chunk : (chunk + 1) * runs_per_chunk], offset, size)
+                    _load_keys(simd, addresses[chunk * runs_per_chunk : (chunk + 1) * runs_per_chunk], offset, size)
                     for chunk in range(count)
                 ]
                 for address in soon:
@@ -191,7 +191,7 @@ def weigh_tile(
                 its_weights = simd.at(weight, simd.times(before, 4))
                 with simd.loop(in_run) as key:
                     row_start = simd.at(start, simd.times(key, value_bytes))
-                    values = [load_elements(simd, simd.at(row_start, v * LANES * size), size) for v in range(count)]
+                    values = [_load_elements(simd, simd.at(row_start, v * LANES * size), size) for v in range(count)]
                     of_key = simd.at(its_weights, simd.times(key, 4))
                     for row, places in enumerate(sums):
                         factor = simd.broadcast_f32(simd.at(of_key, row * KEY_GROUP * 4))

@@ -195,11 +195,6 @@ class PackedMatrix:
         return sum(part.weights.nbytes + part.bias.nbytes for part in self.parts)
 
 
-def is_quantizable(storage: str) -> bool:
-    """Whether `quantize_plain` of pack_matrices would change a matrix stored like this."""
-    return storage in _PLAIN_TYPES
-
-
 def layouts_in_use(*, in_tiles: bool) -> list[int]:
     """All that matrices can have when they are packed in tiles, or not."""
     return sorted({layout_for(storage, quantize_plain=False, in_tiles=in_tiles) for storage in _LAYOUT_OF_STORAGE})

@@ -111,10 +111,6 @@ class Simd:
         """The low byte of int32 lanes."""
         self.store(self.builder.trunc(value, I8X16), pointer, 1)
 
-    def store_f16(self, value: Value, pointer: Value) -> None:
-        """Rounds to nearest, ties to even."""
-        self.store(self.builder.fptrunc(value, F16X16), pointer, 2)
-
     def store_first_f32(self, value: Value, pointer: Value, mask: Value) -> None:
         """Only the lanes of the mask; the others' memory is not touched."""
         self._call("llvm.masked.store.v16f32.p0", ir.VoidType(), [value, pointer, ir.Constant(I32, 4), mask])
